@@ -51,20 +51,27 @@ def main(argv: list[str]) -> dict[str, Any]:
     with errors_as_messages(*INPUT_ERRORS):
         tokenizer = read_tokenizer(options)
         task = options.load_task(tokenizer, test_only=True)
-        other = None if options.compare is None else results.read_result(options.compare)
+        other = None
+        if options.compare is not None:
+            other = results.read_result(options.compare)
         policy = load_policy(options, state.device)
         options.max_new_tokens = options.max_new_tokens or task.max_completion_length
         token_ids = _token_ids(policy, list(task.test["prompt"]), options)
         keys = results.problem_keys(task.test["prompt"], task.test["answer"])
         if other is not None:
             results.check_same_problems(keys, task.name, other)
-        folder = Path(options.output_dir) if options.output_dir else _default_folder(options)
-        logs = _open_logs(options, policy, task, token_ids, folder) if state.is_main_process else {}
+        folder = _default_folder(options)
+        if options.output_dir:
+            folder = Path(options.output_dir)
+        logs = {}
+        if state.is_main_process:
+            logs = _open_logs(options, policy, task, token_ids, folder)
     about = policy.description
     tell("scheme", about["computed_in"])
     tell("layers", f"n_quantized={about['n_quantized']} n_skipped={about['n_skipped']}")
     conversational = not isinstance(task.test["prompt"][0], str)
-    tell("prompts", "chat messages, by the tokenizer's template" if conversational else "plain text")
+    form = "chat messages, by the tokenizer's template" if conversational else "plain text"
+    tell("prompts", form)
 
     batches = _plan([len(ids) for ids in token_ids], options)
     with contextlib.ExitStack() as stack:

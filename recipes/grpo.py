@@ -57,7 +57,8 @@ def run(options: Options, output: Path, started: float) -> dict[str, Any]:
             start, distilled = distil(start, task, options.recipe.distill_steps)
 
     # The policy and its trainer.
-    stored, options = start.stored, start.options
+    stored = start.stored
+    options = start.options
     recipe, study, training = options.recipe, options.recipe.study, options.training
     policy, tokenizer = load_policy(stored, options)
     if training.max_completion_length is None:

@@ -27,6 +27,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
 
     Raises `ValueError` for a run with fewer evaluations than the grid takes the mean of, or with other options.
     """
+    # All of them are read first: the reference of a run may come after it.
     results = []
     accuracies: dict[str, float] = {}
     for run in grid.runs:
@@ -41,7 +42,12 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
         score = next(iter(summary["accuracy_after"]))
         after = accuracies[run.name]
         baseline = accuracies.get(f"{grid.reference}/seed{run.seed}")
-        before = summary["accuracy_before"]
+        ratio = None
+        if baseline:
+            ratio = round(after / baseline, 4)
+        before = None
+        if summary["accuracy_before"]:
+            before = summary["accuracy_before"][score]
         options = run.parse()
         n_test = summary["n_test"]
         if _is_mean(run, summary):
@@ -53,7 +59,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "value": after,
                 "unit": f"greedy {score} accuracy",
                 "baseline": baseline,
-                "ratio": round(after / baseline, 4) if baseline else None,
+                "ratio": ratio,
                 "ceiling_fraction": after,
                 "model": grid.label,
                 "cell": run.cell.name,
@@ -64,7 +70,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "paper": dict(run.cell.paper),
                 "reference": grid.reference,
                 "naive": run.cell.naive,
-                "before": before[score] if before else None,
+                "before": before,
                 "standard_error": _standard_error(after, n_test),
                 "n_test": n_test,
                 **{key: summary[key] for key in ("steps", "scheme", "n_quantized", "weight_sqnr_db", "seconds")},
@@ -78,10 +84,11 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
 
 def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return what a run logged of the values in `LOGGED`, with four digits."""
-    file = folder / "log_history.json"
-    logged = json.loads(file.read_text()) if file.is_file() else []
     curves: dict[str, list[tuple[int, float]]] = {}
-    for entry in logged:
+    file = folder / "log_history.json"
+    if not file.is_file():
+        return curves
+    for entry in json.loads(file.read_text()):
         for name, value in entry.items():
             if value is not None and (name in LOGGED or name.startswith("greedy/")):
                 curves.setdefault(name, []).append((entry["step"], float(f"{value:.4g}")))
@@ -99,7 +106,8 @@ def _accuracy(run: Run, summary: Record, curves: Mapping[str, Sequence[tuple[int
     if not _is_mean(run, summary):
         return after
     wanted = run.grid.mean_of_last
-    values = [value for _, value in curves.get(f"greedy/{score}", [])][-wanted:]
+    logged = curves.get(f"greedy/{score}", [])
+    values = [value for _, value in logged[-wanted:]]
     if len(values) < wanted:
         raise ValueError(
             f"{run.name} was evaluated {len(values)} times while it trained, not mean_of_last={wanted} times; set "
@@ -112,7 +120,7 @@ def _accuracy(run: Run, summary: Record, curves: Mapping[str, Sequence[tuple[int
 
 
 def _standard_error(accuracy: float, n_problems: int) -> float:
-    """Return that of an accuracy, from the number of problems alone."""
+    """Return the standard error of an accuracy, from the number of problems alone."""
     return math.sqrt(accuracy * (1 - accuracy) / n_problems)
 
 
@@ -132,37 +140,57 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
         by_cell.setdefault(record["cell"], []).append(record)
         values.setdefault(record["cell"], {})[record["seed"]] = record["value"]
     rows = []
-    for cell, of_cell in by_cell.items():
-        first = of_cell[0]
-        own = values[cell]
+    for cell, records_of_cell in by_cell.items():
+        first = records_of_cell[0]
+        by_seed = values[cell]
         reference = values.get(first["reference"], {})
         naive = values.get(first["naive"], {})
-        before = [record["before"] for record in of_cell if record["before"] is not None]
-        after = fmean(own.values())
-        deviation = t_interval(list(own.values()))["sd"]
-        row = {
-            **{key: first[key] for key in ("cell", "label", "reference", "paper")},
-            "seeds": sorted(own),
-            "before": fmean(before) if before else None,
-            "after": after,
-            "over_seeds": None if deviation is None else deviation / math.sqrt(len(own)),
-            "of_problems": _standard_error(after, first["n_test"]),
-            "difference": None,
-            "recovered": None,
-        }
+
+        # Of the cell alone.
+        evaluated = [record["before"] for record in records_of_cell if record["before"] is not None]
+        before = None
+        if evaluated:
+            before = fmean(evaluated)
+        after = fmean(by_seed.values())
+        deviation = t_interval(list(by_seed.values()))["sd"]
+        over_seeds = None
+        if deviation is not None:
+            over_seeds = deviation / math.sqrt(len(by_seed))
+
+        # Compared with others, which may have run with fewer seeds so far.
+        difference = None
+        recovered = None
         if cell != first["reference"]:
-            paired = [own[seed] - reference[seed] for seed in own if seed in reference]
-            row["difference"] = t_interval(paired) if paired else None
+            paired = [by_seed[seed] - reference[seed] for seed in by_seed if seed in reference]
+            if paired:
+                difference = t_interval(paired)
             if cell != first["naive"]:
-                row["recovered"] = _share(own, naive, reference)
-        rows.append(row)
+                recovered = _recovered_share(by_seed, naive, reference)
+
+        rows.append(
+            {
+                **{key: first[key] for key in ("cell", "label", "reference", "paper")},
+                "seeds": sorted(by_seed),
+                "before": before,
+                "after": after,
+                "over_seeds": over_seeds,
+                "of_problems": _standard_error(after, first["n_test"]),
+                "difference": difference,
+                "recovered": recovered,
+            }
+        )
     return rows
 
 
-def _share(own: Mapping[int, float], naive: Mapping[int, float], reference: Mapping[int, float]) -> float | None:
-    seeds = [seed for seed in own if seed in naive and seed in reference]
+def _recovered_share(
+    by_seed: Mapping[int, float], naive: Mapping[int, float], reference: Mapping[int, float]
+) -> float | None:
+    """Return what [`statistics`] calls ``recovered``, from accuracies by seed."""
+    seeds = [seed for seed in by_seed if seed in naive and seed in reference]
     lost = sum(reference[seed] - naive[seed] for seed in seeds)
-    return sum(own[seed] - naive[seed] for seed in seeds) / lost if lost > 0 else None
+    if lost <= 0:
+        return None
+    return sum(by_seed[seed] - naive[seed] for seed in seeds) / lost
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -173,17 +201,15 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     rows = statistics(records)
     papers = list(dict.fromkeys(name for row in rows for name in row["paper"]))
     columns = ["cell", "before RL", "after RL", "seeds ±", "problems ±", "minus reference", "recovered"]
-    columns += [*(f"paper: {name}" for name in papers)]
+    columns += [f"paper: {name}" for name in papers]
     lines = []
     for row in rows:
-        percent = [row[key] for key in ("before", "after", "over_seeds", "of_problems")]
-        lines.append(
-            [
-                row["label"],
-                *("" if value is None else f"{100 * value:.1f}" for value in percent),
-                "" if row["difference"] is None else with_interval(row["difference"], 100, 1),
-                "" if row["recovered"] is None else f"{100 * row['recovered']:.0f} %",
-                *(f"{row['paper'][name]:.1f}" if name in row["paper"] else "" for name in papers),
-            ]
-        )
+        cells = [row["label"]]
+        for key in ("before", "after", "over_seeds", "of_problems"):
+            cells.append("" if row[key] is None else f"{100 * row[key]:.1f}")
+        cells.append("" if row["difference"] is None else with_interval(row["difference"], 100, 1))
+        cells.append("" if row["recovered"] is None else f"{100 * row['recovered']:.0f} %")
+        for name in papers:
+            cells.append(f"{row['paper'][name]:.1f}" if name in row["paper"] else "")
+        lines.append(cells)
     return columns, lines

@@ -63,13 +63,22 @@ def read_stored(
         except ValueError as error:
             raise FileNotFoundError(f"cannot load the model {source!r}: {error}") from None
     file = find_adapter_config_file(source, revision=revision)
-    adapter = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    adapter = None
+    adapter_folder = None
+    if file is not None:
+        adapter = json.loads(Path(file).read_text(encoding="utf-8"))
+        adapter_folder = Path(file).parent
     if adapter is None and base is not None:
         raise ValueError(f"{source} is no adapter, so it takes no base ({base})")
     weights: str | None = source
     if adapter is not None:
-        weights = base or adapter.get("base_model_name_or_path")
-        revision = None if base else adapter.get("revision")
+        # The revision that is asked for is that of the adapter.
+        if base:
+            weights = base
+            revision = None
+        else:
+            weights = adapter.get("base_model_name_or_path")
+            revision = adapter.get("revision")
     if not weights:
         raise ValueError(
             f"the adapter {source} names no base; name it in adapter_config.json, or with --base of evaluate.py"
@@ -83,7 +92,7 @@ def read_stored(
         revision=revision,
         config=config,
         adapter=adapter,
-        adapter_folder=None if file is None else Path(file).parent,
+        adapter_folder=adapter_folder,
         quantization=quantization,
         scheme=stored_scheme(quantization or (adapter or {}).get("base_quantization")),
     )
@@ -159,10 +168,13 @@ def put_over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[dict
         kept = _BESIDE_PRESETS
     else:
         return dict(earlier), {}
-    left, dropped = {}, {}
+    left = {}
+    dropped = {}
     for name, value in earlier.items():
-        resets = name in _OPTIONS and name not in kept and name not in later
-        (dropped if resets else left)[name] = value
+        if name in _OPTIONS and name not in kept and name not in later:
+            dropped[name] = value
+        else:
+            left[name] = value
     return left, dropped
 
 

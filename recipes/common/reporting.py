@@ -35,8 +35,12 @@ def tell(subject: str, message: str) -> None:
 def print_table(title: str, rows: Iterable[Sequence[str]], headings: Sequence[str] = (), caption: str = "") -> None:
     """Print a table of texts, none of which is read as markup. Without ``headings`` it is one of names and values."""
     table = Table(title=Text(title), caption=Text(caption), show_header=bool(headings))
-    for heading in headings or ("", ""):
-        table.add_column(heading, style=None if headings or table.columns else "bold", overflow="fold")
+    if headings:
+        for heading in headings:
+            table.add_column(heading, overflow="fold")
+    else:
+        table.add_column(style="bold", overflow="fold")
+        table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)

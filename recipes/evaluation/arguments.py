@@ -73,9 +73,13 @@ class EvaluationArguments(TaskArguments):
     def ks(self) -> list[int]:
         """The k of pass@k; empty for words that are no numbers."""
         if self.k is None:
-            return sorted({1, self.samples}) if self.samples else []
+            if not self.samples:
+                return []
+            return sorted({1, self.samples})
         words = str(self.k).split(",")
-        return sorted({int(word) for word in words}) if all(word.strip().isdigit() for word in words) else []
+        if not all(word.strip().isdigit() for word in words):
+            return []
+        return sorted({int(word) for word in words})
 
 
 #: Everything that has options of `evaluate.py`.

@@ -99,8 +99,9 @@ def complete_batches(
         with cached_weights(model) if cache_weights else uncached_weights(model):
             # Sharded weights are gathered by all processes together: all run as many batches.
             for start in range(0, len(batches), state.num_processes):
-                mine = start + state.process_index
-                batch = batches[mine] if mine < len(batches) else Batch(())
+                batch = Batch(())
+                if start + state.process_index < len(batches):
+                    batch = batches[start + state.process_index]
                 texts = [prompts[row] for row in batch.rows or (0,)]
                 padding = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
                 inputs = tokenize(tokenizer, texts, chat_template_kwargs, **padding).to(model.device)
@@ -127,13 +128,19 @@ def _generate(
     inputs.pop("token_type_ids", None)
     sampled = batch.sample is not None
     ends = {tokenizer.eos_token_id}
-    of_model = model.generation_config.eos_token_id
-    ends.update(of_model if isinstance(of_model, list) else [of_model])
+    ends_of_model = model.generation_config.eos_token_id
+    if isinstance(ends_of_model, list):
+        ends.update(ends_of_model)
+    else:
+        ends.add(ends_of_model)
     ends.discard(None)
     options = {"temperature": None, "top_p": None, "top_k": None}
     if sampled:
         options = sampling
-    devices = [model.device] if model.device.type == "cuda" else []
+    # The state of the CPU's generator is kept in any case.
+    devices = []
+    if model.device.type == "cuda":
+        devices.append(model.device)
     with torch.random.fork_rng(devices=devices, enabled=sampled):
         if sampled:
             torch.manual_seed(batch.seed)

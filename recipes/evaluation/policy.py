@@ -58,19 +58,34 @@ def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu"
     trust = {"trust_remote_code": options.trust_remote_code}
     stored = read_stored(options.model, revision=options.revision, base=options.base, **trust)
     model = _load_model(stored, options)
-    report = None if control else getattr(model, "quantization_report", None)
+
+    # A control may have the report of the layers that it no longer has.
+    n_quantized = 0
+    n_skipped = None
+    weight_sqnr_db = None
+    report = getattr(model, "quantization_report", None)
+    if report is not None and control is None:
+        n_quantized = report.n_quantized
+        n_skipped = report.n_skipped
+        weight_sqnr_db = report.sqnr_db
+
     identities = [_identity(stored.weights, getattr(stored.config, "_commit_hash", None))]
+    adapter_on = None
     if stored.adapter is not None:
         model = PeftModel.from_pretrained(model, stored.source, revision=stored.source_revision)
         identities.append(_identity(stored.source, stored.adapter_folder.name))
+        adapter_on = stored.weights
+
     dtype = str(model.dtype).removeprefix("torch.")
     scheme = None
     if stored.scheme is not None:
         scheme = stored.scheme.describe()
     elif stored.quantization:
         scheme = f"{stored.quantization['quant_method']} (by transformers)"
+    control_name = None
     if control is not None:
-        computed_in = f"CONTROL: {CONTROLS[control]} ({dtype}), nothing quantized; own scheme: {scheme}"
+        control_name = CONTROLS[control]
+        computed_in = f"CONTROL: {control_name} ({dtype}), nothing quantized; own scheme: {scheme}"
     else:
         computed_in = scheme or f"full precision ({dtype}); the checkpoint carries no scheme"
     return Policy(
@@ -79,22 +94,23 @@ def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu"
         identity="+".join(identities),
         description={
             "model": stored.source,
-            "adapter_on": None if stored.adapter is None else stored.weights,
+            "adapter_on": adapter_on,
             "scheme": scheme,
-            "control": CONTROLS[control] if control else None,
+            "control": control_name,
             "computed_in": computed_in,
             "dtype": dtype,
             "attention": getattr(model.config.get_text_config(), "_attn_implementation", None),
-            "n_quantized": report.n_quantized if report else 0,
-            "n_skipped": report.n_skipped if report else None,
-            "weight_sqnr_db": report.sqnr_db if report else None,
+            "n_quantized": n_quantized,
+            "n_skipped": n_skipped,
+            "weight_sqnr_db": weight_sqnr_db,
         },
     )
 
 
 def _load_model(stored: Stored, options: EvaluationArguments) -> PreTrainedModel:
     """Load the whole weights under their scheme or as a control; check that it is what it is called."""
-    scheme, control = stored.scheme, options.dequantize
+    scheme = stored.scheme
+    control = options.dequantize
     _check_control(control, stored)
     loaded_under: MXFP4RLConfig | str | None = scheme
     if control == "masters":
@@ -121,6 +137,7 @@ def _load_model(stored: Stored, options: EvaluationArguments) -> PreTrainedModel
 
 
 def _check_control(control: str | None, stored: Stored) -> None:
+    """Raise `ValueError` for a control that a checkpoint does not have."""
     if control is not None and stored.scheme is None:
         raise ValueError(
             f"{stored.weights} carries no MXFP4 scheme, so there is nothing to dequantize: leave --dequantize out"
@@ -135,7 +152,9 @@ def _check_control(control: str | None, stored: Stored) -> None:
 def _identity(name: str, commit: str | None) -> str:
     """Return a digest of a local folder, the commit of a Hub repository."""
     folder = Path(name)
-    return folder_digest(folder) if folder.is_dir() else f"{name}@{commit}"
+    if folder.is_dir():
+        return folder_digest(folder)
+    return f"{name}@{commit}"
 
 
 def folder_digest(folder: Path) -> str:

@@ -55,14 +55,15 @@ def summarize(
     lengths: dict[str, Any] = {}
     correct: dict[str, dict[str, list[int]]] = {}
     for name, samples in passes.items():
-        of_pass = [by_key[sample, problem] for problem in range(len(keys)) for sample in samples]
+        written = [by_key[sample, problem] for problem in range(len(keys)) for sample in samples]
         lengths[name] = {
-            "completions": len(of_pass),
-            "truncated": sum(completion.truncated for completion in of_pass),
-            "mean_tokens": fmean(completion.n_tokens for completion in of_pass),
+            "completions": len(written),
+            "truncated": sum(completion.truncated for completion in written),
+            "mean_tokens": fmean(completion.n_tokens for completion in written),
         }
+        # How many samples of each problem are right.
         correct[name] = {score: [0] * len(keys) for score in scores}
-        for completion in of_pass:
+        for completion in written:
             for score in scores:
                 correct[name][score][completion.problem] += completion.correct[score]
     estimates: dict[str, dict[str, Any]] = {score: {} for score in scores}
@@ -90,15 +91,20 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the closing table of an evaluation."""
-    model = result["model"] + (f" on {result['adapter_on']}" if result["adapter_on"] else "")
-    rows = {"model": model, "computed in": result["computed_in"]}
-    sqnr = "" if result["weight_sqnr_db"] is None else f", weight SQNR {result['weight_sqnr_db']:.1f} dB"
-    skipped = "" if result["n_skipped"] is None else f" ({result['n_skipped']} left in full precision)"
-    rows["quantized layers"] = f"{result['n_quantized']}{skipped}{sqnr}"
+    model = result["model"]
+    if result["adapter_on"]:
+        model += f" on {result['adapter_on']}"
+    layers = str(result["n_quantized"])
+    if result["n_skipped"] is not None:
+        layers += f" ({result['n_skipped']} left in full precision)"
+    if result["weight_sqnr_db"] is not None:
+        layers += f", weight SQNR {result['weight_sqnr_db']:.1f} dB"
+    rows = {"model": model, "computed in": result["computed_in"], "quantized layers": layers}
     for score, measures in result["scores"].items():
         for measure, estimate in measures.items():
-            samples = "" if measure == GREEDY else f", {result['problems']['samples']} samples each"
-            basis = f"{estimate['confidence']:.0%} {estimate['method']}, n = {estimate['n']}{samples}"
+            basis = f"{estimate['confidence']:.0%} {estimate['method']}, n = {estimate['n']}"
+            if measure != GREEDY:
+                basis += f", {result['problems']['samples']} samples each"
             rows[f"{score}, {measure}"] = f"{Estimate(**estimate)}  ({basis})"
     for name, lengths in result["lengths"].items():
         share = lengths["truncated"] / lengths["completions"]
@@ -130,50 +136,81 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[st
     (problems that one of the two alone solves). Raises `ValueError` for results of other problems, or without a score
     and measure in common.
     """
-    keys, others = first["problems"]["keys"], second["problems"]["keys"]
-    check_same_problems(keys, first["task"], second)
-    # By the problem, whatever its place; equal problems are alike in both.
-    orders = [sorted(range(len(of)), key=of.__getitem__) for of in (keys, others)]
+    check_same_problems(first["problems"]["keys"], first["task"], second)
     rows = []
     for score, measures in first["scores"].items():
         for measure, estimate in measures.items():
-            theirs = second["scores"].get(score, {}).get(measure)
-            if theirs is None:
+            other = second["scores"].get(score, {}).get(measure)
+            if other is None:
                 continue
-            row = {"score": score, "measure": measure, "first": estimate["value"], "second": theirs["value"]}
-            rows.append(row | _difference(first, second, orders, score, measure))
+            row = {"score": score, "measure": measure, "first": estimate["value"], "second": other["value"]}
+            rows.append(row | _difference(first, second, score, measure))
     if not rows:
         raise ValueError("the two results have no score and measure in common")
     return rows
 
 
-def _difference(first: Mapping, second: Mapping, orders: list[list[int]], score: str, measure: str) -> dict[str, Any]:
-    name = GREEDY if measure == GREEDY else "sampled"
-    counts = [
-        [result["problems"]["correct"][name][score][i] for i in order]
-        for result, order in zip((first, second), orders, strict=True)
-    ]
-    samples = [result["problems"]["samples"] for result in (first, second)]
-    if measure == GREEDY or samples == [1, 1]:
-        a, b = ([bool(count) for count in of] for of in counts)
-        of, only_a, only_b = paired_share_difference(a, b)
-        p_value = mcnemar(only_a, only_b)
-        return {"difference": of.to_dict(), "p_value": p_value, "only_first": only_a, "only_second": only_b}
+def _difference(first: Mapping, second: Mapping, score: str, measure: str) -> dict[str, Any]:
+    """Return the paired difference of one score and measure."""
+    correct_in_first = _correct_by_problem(first, score, measure)
+    correct_in_second = _correct_by_problem(second, score, measure)
+    n_first = first["problems"]["samples"]
+    n_second = second["problems"]["samples"]
+    if measure == GREEDY or n_first == n_second == 1:
+        difference, only_first, only_second = paired_share_difference(
+            [bool(count) for count in correct_in_first], [bool(count) for count in correct_in_second]
+        )
+        p_value = mcnemar(only_first, only_second)
+        return {
+            "difference": difference.to_dict(),
+            "p_value": p_value,
+            "only_first": only_first,
+            "only_second": only_second,
+        }
     k = int(measure.removeprefix("pass@"))
-    a, b = ([pass_at_k(n, count, k) for count in of] for n, of in zip(samples, counts, strict=True))
-    return {"difference": paired_mean_difference(a, b).to_dict()}
+    difference = paired_mean_difference(
+        [pass_at_k(n_first, count, k) for count in correct_in_first],
+        [pass_at_k(n_second, count, k) for count in correct_in_second],
+    )
+    return {"difference": difference.to_dict()}
+
+
+def _correct_by_problem(result: Mapping[str, Any], score: str, measure: str) -> list[int]:
+    """Return how many completions of each problem are right, in the order of the problems' keys.
+
+    So results are paired by the problem, whatever its place; equal problems are alike in both.
+    """
+    problems = result["problems"]
+    counts = problems["correct"][GREEDY if measure == GREEDY else "sampled"][score]
+    order = sorted(range(len(counts)), key=problems["keys"].__getitem__)
+    return [counts[place] for place in order]
 
 
 def show_differences(rows: list[dict[str, Any]], first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     """Print a table of differences."""
-    caption = [f"{name}: {of['model']}, {of['computed_in']}" for name, of in (("first", first), ("second", second))]
-    caption.append("interval: 95 %, Bonett-Price for shares, paired bootstrap else; p: McNemar, exact")
+    caption = [
+        f"first: {first['model']}, {first['computed_in']}",
+        f"second: {second['model']}, {second['computed_in']}",
+        "interval: 95 %, Bonett-Price for shares, paired bootstrap else; p: McNemar, exact",
+    ]
     headings = ("score", "first", "second", "difference", "interval", "only first / second", "p")
     lines = []
     for row in rows:
-        of = Estimate(**row["difference"])
-        numbers = f"{row['first']:.3f}", f"{row['second']:.3f}", f"{of.value:+.3f}", f"[{of.low:+.3f}, {of.high:+.3f}]"
-        only = f"{row['only_first']} / {row['only_second']}" if "only_first" in row else ""
-        p_value = f"{row['p_value']:.2g}" if "p_value" in row else ""
-        lines.append([f"{row['score']}, {row['measure']}", *numbers, only, p_value])
+        difference = Estimate(**row["difference"])
+        only = ""
+        p_value = ""
+        if "p_value" in row:
+            only = f"{row['only_first']} / {row['only_second']}"
+            p_value = f"{row['p_value']:.2g}"
+        lines.append(
+            [
+                f"{row['score']}, {row['measure']}",
+                f"{row['first']:.3f}",
+                f"{row['second']:.3f}",
+                f"{difference.value:+.3f}",
+                f"[{difference.low:+.3f}, {difference.high:+.3f}]",
+                only,
+                p_value,
+            ]
+        )
     print_table("first less second, on the same problems", lines, headings, "\n".join(caption))

@@ -34,7 +34,8 @@ def distil(start: Start, task: Task, steps: int) -> tuple[Start, dict[str, Any]]
     Returns the start of RL, and what was measured: the divergence from the teacher on held-out problems (nats a token)
     before and after. Raises `ValueError` where there is no checkpoint in full precision to learn from.
     """
-    stored, options = start.stored, start.options
+    stored = start.stored
+    options = start.options
     if options.recipe.full_precision:
         raise ValueError("distill_steps is for quantized policies, and full_precision leaves this one as it is")
     if stored.quantization is not None or stored.adapter is not None:

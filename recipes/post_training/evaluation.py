@@ -23,11 +23,14 @@ class PolicyEvaluation:
     ``rollout_scheme`` where there is one, which the trainer samples under too. All processes call it together."""
 
     def __init__(self, trainer: MXFP4GRPOTrainer, task: Task, recipe: RecipeArguments):
-        self.trainer, self.task, self.recipe, self.study = trainer, task, recipe, recipe.study
+        self.trainer = trainer
+        self.task = task
+        self.recipe = recipe
+        self.study = recipe.study
         self.tokenizer = trainer.processing_class
-        scheme = self.study.rollout_scheme
-        self._scheme = read_schemes([scheme])[0].config if scheme else None
-        if self._scheme is not None:
+        self._scheme = None
+        if self.study.rollout_scheme:
+            self._scheme = read_schemes([self.study.rollout_scheme])[0].config
             generate = trainer._generate
 
             def generate_quantized(prompts: list):
@@ -74,7 +77,8 @@ class PolicyEvaluation:
     ) -> dict[str, int]:
         """Load the saved policy and compare its completions with the trained one's; return how many were ``compared``
         and are ``identical``."""
-        study, training = self.study, self.trainer.args
+        study = self.study
+        training = self.trainer.args
         # Whole batches of the evaluation, one in each process, so that padding is the same and completions can be
         # compared to the letter.
         together = study.greedy_batch_size * self.trainer.accelerator.num_processes
@@ -86,7 +90,9 @@ class PolicyEvaluation:
         return {"compared": len(problems), "identical": sum(a == b for a, b in pairs)}
 
     def _evaluate(self, model: PreTrainedModel, tokenizer, problems: Dataset, title: str) -> Evaluation:
-        scheme = contextlib.nullcontext() if self._scheme is None else swapped(model, self._scheme)
+        scheme: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self._scheme is not None:
+            scheme = swapped(model, self._scheme)
         # In the precision of training, which a model has in itself only once it is trained.
         with scheme, self.trainer.accelerator.autocast():
             return evaluate_greedy(

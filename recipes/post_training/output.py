@@ -106,18 +106,23 @@ def write_resolved_config(folder: Path, options: Options) -> None:
     for group in options:
         if isinstance(group, TrainingArguments):
             used.update(group.to_dict())
-        else:
-            used.update({field.name: getattr(group, field.name) for field in fields(group) if field.init})
+            continue
+        for field in fields(group):
+            if field.init:
+                used[field.name] = getattr(group, field.name)
     used["study"] = asdict(used["study"])
     used = {name: value for name, value in used.items() if not name.endswith("_token")}
+    # Through JSON, which makes plain values of enumerations, paths and the like.
     content = json.loads(json.dumps({"versions": package_versions(), "options": used}, default=str))
     file = folder / "resolved_config.yaml"
     if resume_choice(options.training) is not None and file.is_file():
-        before, now = load_yaml(file)["options"], content["options"]
-        changed = [name for name in now if name not in _OF_A_START and before.get(name) != now[name]]
-        if changed:
-            told = ", ".join(f"{name}={now[name]} (was {before.get(name)})" for name in changed)
-            tell("resumed", f"the run was begun with other options: {told}")
+        before = load_yaml(file)["options"]
+        changes = []
+        for name, value in content["options"].items():
+            if name not in _OF_A_START and before.get(name) != value:
+                changes.append(f"{name}={value} (was {before.get(name)})")
+        if changes:
+            tell("resumed", f"the run was begun with other options: {', '.join(changes)}")
     replace_file(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     tell("options", f"all of them in {file}")
 
@@ -140,34 +145,59 @@ def write_results(
     logged = trainer.state.log_history
     write_completions(after, task.test, output / "completions_after.jsonl")
     write_json(output / "log_history.json", logged)
-    plot = plot_training(logged, output / "training.png") if logged else None
-    if trainer.run_log is not None and logged:
-        run_report.write(output)  # with the evaluation
+    plot = None
+    if logged:
+        plot = str(plot_training(logged, output / "training.png"))
+        if trainer.run_log is not None:
+            run_report.write(output)  # with the evaluation
+
+    # A run that trained nothing, or that is in full precision, lacks some of what a summary has.
+    accuracies_before = None
+    standard_errors_before = None
+    if before is not None:
+        accuracies_before = before.accuracies
+        standard_errors_before = before.standard_errors
+    scheme = "full precision"
+    n_skipped = None
+    weight_sqnr_db = None
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
+    if report is not None:
+        scheme = report.scheme
+        n_skipped = report.n_skipped
+        weight_sqnr_db = report.sqnr_db
+    run_report_path = None
+    if run_report.path is not None:
+        run_report_path = str(run_report.path)
+    saved_path = None
+    is_adapter = False
+    if saved is not None:
+        saved_path = str(saved)
+        is_adapter = (saved / "adapter_config.json").is_file()
+
     summary = {
         "task": task.name,
         "model": model,
-        "scheme": report.scheme if report else "full precision",
+        "scheme": scheme,
         "seed": trainer.args.seed,
         "learning_rate": trainer.args.learning_rate,
         "steps": trainer.state.global_step,
         "n_test": len(task.test),
-        "accuracy_before": before.accuracies if before else None,
+        "accuracy_before": accuracies_before,
         "accuracy_after": after.accuracies,
-        "standard_error_before": before.standard_errors if before else None,
+        "standard_error_before": standard_errors_before,
         "standard_error_after": after.standard_errors,
         "entropy_alarms": trainer.entropy_callback.alarms,
         "n_quantized": trainer.n_quantized,
-        "n_skipped": report.n_skipped if report else None,
-        "weight_sqnr_db": report.sqnr_db if report else None,
-        "saved": str(saved) if saved else None,
-        "adapter": saved is not None and (saved / "adapter_config.json").is_file(),
-        "plot": str(plot) if plot else None,
-        "run_report": str(run_report.path) if run_report.path else None,
+        "n_skipped": n_skipped,
+        "weight_sqnr_db": weight_sqnr_db,
+        "saved": saved_path,
+        "adapter": is_adapter,
+        "plot": plot,
+        "run_report": run_report_path,
         "reloaded": None,
     }
     if saved is not None:
-        if not summary["adapter"] and trainer.n_quantized and before is not None:
+        if not is_adapter and trainer.n_quantized and before is not None:
             add_evaluation(saved, summary)
         summary["bytes_on_disk"] = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
     write_json(output / "summary.json", summary, indent=2)
@@ -186,9 +216,12 @@ def print_summary(summary: dict[str, Any]) -> None:
             remark = f"{after - before:+.3f}"
         rows[f"{name}, greedy, after RL"] = f"{share_text(after, n_test)}  ({remark})"
     rows["alarms of entropy"] = str(len(summary["entropy_alarms"]))
-    sqnr = f", weight SQNR {summary['weight_sqnr_db']:.1f} dB" if summary["weight_sqnr_db"] is not None else ""
-    left = f" ({summary['n_skipped']} left in full precision)" if summary["n_quantized"] else ""
-    rows["quantized layers"] = f"{summary['n_quantized']}{left}{sqnr}"
+    layers = str(summary["n_quantized"])
+    if summary["n_quantized"]:
+        layers += f" ({summary['n_skipped']} left in full precision)"
+    if summary["weight_sqnr_db"] is not None:
+        layers += f", weight SQNR {summary['weight_sqnr_db']:.1f} dB"
+    rows["quantized layers"] = layers
     if summary["saved"]:
         kind = "adapter alone" if summary["adapter"] else "master weights"
         rows["size on disk"] = f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})"

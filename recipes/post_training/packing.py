@@ -24,24 +24,30 @@ def pack_policy(saved: Path, start: Start, summary: Mapping[str, Any]) -> dict[s
     Returns what the summary says of it: ``packed``, the folder, or None where nothing can be packed, for a reason that
     is printed; and the bytes of the weights of the original and of these.
     """
-    stored, options = start.stored, start.options
+    stored = start.stored
+    options = start.options
     nothing = {"packed": None, "bytes_packed": None, "bytes_of_start": None}
     is_adapter = summary["adapter"]
-    if not summary["n_quantized"] or (is_adapter and (options.quantization.mode != "packed" or stored.quantization)):
+    if not summary["n_quantized"]:
         return nothing
-    folder = saved.with_name("base-packed" if is_adapter else "policy-packed")
+    if is_adapter and (options.quantization.mode != "packed" or stored.quantization):
+        return nothing
     try:
         original = _folder_of(start.original, options.model.model_revision)
         if is_adapter:
-            pack_checkpoint(_folder_of(stored.weights, stored.revision), folder, options.quantization, overwrite=True)
+            base = _folder_of(stored.weights, stored.revision)
+            folder = saved.with_name("base-packed")
+            pack_checkpoint(base, folder, options.quantization, overwrite=True)
         else:
+            folder = saved.with_name("policy-packed")
             pack_checkpoint(saved, folder, overwrite=True)
     except (OSError, ValueError) as error:  # such as a scheme that is not packed
         tell("not packed", str(error))
         return nothing
     if not is_adapter and summary["accuracy_before"] is not None:
         add_evaluation(folder, summary)
-    now, before = weight_bytes(folder), weight_bytes(original)
+    now = weight_bytes(folder)
+    before = weight_bytes(original)
     tell("packed", f"{now / 1e6:.1f} MB of weights were {before / 1e6:.1f} MB at the start; in {folder}")
     return {"packed": str(folder), "bytes_packed": now, "bytes_of_start": before}
 
@@ -49,7 +55,9 @@ def pack_policy(saved: Path, start: Start, summary: Mapping[str, Any]) -> dict[s
 def _folder_of(name: str, revision: str | None) -> Path:
     """Return the folder of a checkpoint; of a name on the Hub, that in the cache."""
     folder = Path(name).expanduser()
-    return folder if folder.is_dir() else Path(snapshot_download(name, revision=revision, local_files_only=True))
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
 
 
 def weight_bytes(folder: Path) -> int:
@@ -64,7 +72,8 @@ def _is_on_experts(adapter: Path) -> bool:
 
 def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
     """Print the commands that serve and evaluate what a run saved."""
-    saved, packed = summary["saved"], summary.get("packed")
+    saved = summary["saved"]
+    packed = summary.get("packed")
     if saved is None or not summary["n_quantized"]:
         return
     if not summary["adapter"]:
@@ -76,7 +85,9 @@ def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
     elif packed is not None:
         words = ["vllm", "serve", packed, "--dtype", "bfloat16", "--enable-lora", "--lora-modules", f"policy={saved}"]
         tell("serve", shlex.join(words))
-    evaluated = saved if summary["adapter"] else packed or saved
+    evaluated = saved
+    if packed is not None and not summary["adapter"]:
+        evaluated = packed
     words = ["hf-mxfp4", "evaluate", evaluated, "--task", recipe.task_name]
     for option in fields(TaskArguments):
         value = getattr(recipe, option.name)

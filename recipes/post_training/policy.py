@@ -33,7 +33,9 @@ _ADAPTER_OPTIONS = {
     "lora_modules_to_save": "modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
 }  # fmt: skip
 #: Texts that smoothing and rounding measure on, and tokens of each, as by default in the command line.
-_SMOOTHED_ON, _ROUNDED_ON, _LONGEST = 32, 128, 512
+_SMOOTHED_ON = 32
+_ROUNDED_ON = 128
+_LONGEST = 512
 
 
 def find_start(options: Options) -> tuple[Stored | None, Options]:
@@ -65,16 +67,18 @@ def find_start(options: Options) -> tuple[Stored | None, Options]:
             f"error: {name!r} was saved with another scheme: {', '.join(differing)}; give the same options, or leave "
             f"out {', '.join(named)} (of the command line or the YAML file) to take the scheme that it has"
         )
-    found = stored.scheme
-    if "dither_ties" in asked:  # which says how masters are loaded, not what is stored
-        found = replace(found, dither_ties=scheme.dither_ties)
-    return stored, options._replace(quantization=found)
+    stored_scheme = stored.scheme
+    # This option says how masters are loaded, not what is stored.
+    if "dither_ties" in asked:
+        stored_scheme = replace(stored_scheme, dither_ties=scheme.dither_ties)
+    return stored, options._replace(quantization=stored_scheme)
 
 
 def _check_adapter(name: str, adapter: dict, options: Options) -> None:
     """End with a message where options of the adapter are named and differ from those that it has."""
     for option, key in _ADAPTER_OPTIONS.items():
-        asked, has = getattr(options.model, option), adapter.get(key)
+        asked = getattr(options.model, option)
+        has = adapter.get(key)
         if asked == "all-linear" or option not in options.recipe.named:
             continue
         if _without_order(asked) != _without_order(has):
@@ -86,7 +90,9 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
 
 def _without_order(value: Any) -> Any:
     """Return what options of adapters are compared by: lists of layers as sets, and None for all that is empty."""
-    return (set(value) if isinstance(value, list) else value) or None
+    if isinstance(value, list):
+        value = set(value)
+    return value or None
 
 
 def make_trainer(
@@ -94,7 +100,9 @@ def make_trainer(
 ):
     """Make a trainer with the adapter that the options ask for, unless what is stored has one. Ends with a message for
     what the trainer refuses."""
-    adapter = get_peft_config(options.model) if stored.adapter is None else None
+    adapter = None
+    if stored.adapter is None:
+        adapter = get_peft_config(options.model)
     with errors_as_messages(*INPUT_ERRORS):
         try:
             return kind(policy, args=options.training, peft_config=adapter, **given)
@@ -125,9 +133,13 @@ def load_task(options: Options, stored: Stored | None) -> Task:
     where it cannot be read."""
     with errors_as_messages(*INPUT_ERRORS):
         trust = options.training.trust_remote_code
-        tokenizer = None if stored is None else load_tokenizer(stored, trust_remote_code=trust)
+        tokenizer = None
+        if stored is not None:
+            tokenizer = load_tokenizer(stored, trust_remote_code=trust)
         task = options.recipe.load_task(tokenizer)
-    form = "text" if isinstance(task.test["prompt"][0], str) else "chat messages, by the tokenizer's template"
+    form = "chat messages, by the tokenizer's template"
+    if isinstance(task.test["prompt"][0], str):
+        form = "text"
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems, prompts as {form}")
     return task
 
@@ -158,8 +170,12 @@ def prepare_start(stored: Stored | None, options: Options, task: Task | None, ou
 def usual_learning_rate(stored: Stored, options: Options) -> float:
     """Return a learning rate of RL for the size of a model: 1e-6, from a width of 1,024 on, as is usual for models of
     billions of parameters; 1e-5 for smaller ones; and ten times as much for adapters."""
-    rate = 1e-6 if stored.config.get_text_config().hidden_size >= 1024 else 1e-5
-    return 10 * rate if options.model.use_peft else rate
+    rate = 1e-5
+    if stored.config.get_text_config().hidden_size >= 1024:
+        rate = 1e-6
+    if options.model.use_peft:
+        rate *= 10
+    return rate
 
 
 def _make_start(options: Options, task: Task | None, folder: Path) -> tuple[Stored, str]:
@@ -257,7 +273,9 @@ def load_policy(stored: Stored, options: Options) -> tuple[PreTrainedModel | Pef
 
 def load_weights(stored: Stored, options: Options) -> PreTrainedModel:
     """Load the whole weights under the scheme of the run, without an adapter."""
-    scheme = None if options.recipe.full_precision else options.quantization
+    scheme = None
+    if not options.recipe.full_precision:
+        scheme = options.quantization
     model = load_whole(stored, scheme, dtype=options.model.dtype, **_loading_options(options))
     if options.recipe.study.dither_masters:
         report = dither_masters(model, options.training.seed)

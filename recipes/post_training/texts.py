@@ -35,12 +35,17 @@ class TextRun:
     """
 
     def __init__(self, options: Options, output: Path, learn: tuple[str, ...], started: float):
-        self.recipe, self.output, self._started = options.recipe, output, started
+        self.recipe = options.recipe
+        self.output = output
+        self._started = started
         with errors_as_messages(*INPUT_ERRORS):
             if self.recipe.learn not in learn:
                 raise ValueError(f"learn={self.recipe.learn!r} must be one of {', '.join(learn)}")
         stored, options = find_start(options)
-        self._task = None if self.recipe.text and self.recipe.eval_text else load_task(options, stored)
+        # Nothing of a task is needed where texts are both learned and held out.
+        self._task = None
+        if not self.recipe.text or not self.recipe.eval_text:
+            self._task = load_task(options, stored)
         start = prepare_start(stored, options, self._task, self.output)
         self.stored, self.options, self.origin, self.original = start
         self.policy, self.tokenizer = load_policy(self.stored, self.options)
@@ -73,7 +78,8 @@ class TextRun:
     def _load_datasets(self) -> tuple[Dataset, dict[str, Dataset]]:
         """Return what is learned, and the held-out texts by name. Raises `ValueError` for two texts of one name, and as
         [`TextOptions.read`] does."""
-        recipe, task = self.recipe, self._task
+        recipe = self.recipe
+        task = self._task
         n_held_out = recipe.evaluate_n or _HELD_OUT
         if recipe.text:
             learned = self._texts(recipe.text, recipe.study.text_samples, recipe.text_field)
@@ -84,10 +90,12 @@ class TextRun:
             raise ValueError(f"eval_text names two files alike; rename one of {', '.join(recipe.eval_text)}")
         if not held_out:
             test = task.test.select(range(min(n_held_out, len(task.test))))
-            held_out[task.name] = of_task(test, "text" if recipe.learn == "text" else "completion")
+            learn = "text" if recipe.learn == "text" else "completion"
+            held_out[task.name] = of_task(test, learn)
         return learned, held_out
 
     def _texts(self, source: str, samples: int, field: str | None = None) -> Dataset:
+        """Read texts, in tokens; those with a single one have nothing to predict."""
         read = TextOptions(source, field, samples, self.options.training.max_length)
         ids = [row[0].tolist() for row in read.tokens(self.tokenizer, read.read()) if row.shape[-1] > 1]
         tell("texts", f"{len(ids)} of {source}, {sum(map(len, ids))} tokens")
@@ -107,7 +115,8 @@ class TextRun:
 
         Returns the summary, which is also written to `summary.json`.
         """
-        options, output = self.options, self.output
+        options = self.options
+        output = self.output
         report = files.begin(trainer, options, output)
         resumed_from = files.resume_choice(options.training)
         trainer.args.eval_on_start = resumed_from is None  # a checkpoint has the numbers of its start
@@ -116,12 +125,16 @@ class TextRun:
                 trainer.train(resume_from_checkpoint=resumed_from)
         before = _measured(trainer, 0, list(measures))
         after = _measured(trainer, trainer.state.global_step, list(measures))
-        saved = str(output / saved_as) if self.recipe.study.save_policy else None
-        if saved is not None:
+        saved = None
+        if self.recipe.study.save_policy:
+            saved = str(output / saved_as)
             trainer.save_model(saved)
         trainer.accelerator.wait_for_everyone()
+        scheme = "full precision"
+        if not self.recipe.full_precision:
+            scheme = options.quantization.describe()
         summary = {
-            "scheme": "full precision" if self.recipe.full_precision else options.quantization.describe(),
+            "scheme": scheme,
             "steps": trainer.state.global_step,
             **facts(),
             "before": before,

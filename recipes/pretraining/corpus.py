@@ -106,7 +106,9 @@ _KINDS = {"sentence": 0.6, "sum": 0.2, "copy": 0.2}
 _SENTENCE_LENGTHS = range(4, 13)
 _COPY_LENGTHS = range(3, 9)
 _TERMS = range(100)
-_N_CLASSES, _N_WORDS = 8, 150
+#: Classes of words, and words of a class.
+_N_CLASSES = 8
+_N_WORDS = 150
 
 
 def _generated(tokens: int, length: int, validation_sequences: int) -> Corpus:
@@ -171,7 +173,8 @@ class Language:
         return " ".join(text), nats
 
     def _sum(self, draw: random.Random) -> tuple[str, float]:
-        a, b = draw.choice(_TERMS), draw.choice(_TERMS)
+        a = draw.choice(_TERMS)
+        b = draw.choice(_TERMS)
         return f"{a}+{b}={a + b}", 2 * math.log(len(_TERMS))
 
     def _copy(self, draw: random.Random) -> tuple[str, float]:
@@ -183,7 +186,9 @@ class Language:
 def generate(language: Language, split: str, tokens: int) -> tuple[list[str], float]:
     """Generate documents of at least ``tokens`` characters, each with its end counted as one more; return them and the
     nats per character."""
-    texts, count, total = [], 0, 0.0
+    texts = []
+    count = 0
+    total = 0.0
     documents = language.documents(split)
     while count < tokens:
         text, nats = next(documents)

@@ -84,7 +84,9 @@ def summarize(runs: Sequence[Mapping[str, Any]], *, budget: int, target_fraction
     arms = {}
     for arm, curves in by_arm.items():
         seeds = sorted(seed for seed in curves if seed in baseline)
-        overheads, gaps = [], []
+        # `None` where a run did not reach the target, or diverged.
+        overheads: list[float | None] = []
+        gaps: list[float | None] = []
         for seed in seeds:
             taken = tokens_to_target(curves[seed], targets[seed])
             overheads.append(None if taken is None else taken / needed[seed] - 1)
@@ -115,8 +117,11 @@ def print_summary(summary: dict[str, Any]) -> None:
     for name, result in summary["arms"].items():
         operands = sum(count > 0 for count in result["quantized_operands"].values())
         overhead = result["overhead"]
-        quantized = f"{operands} of 6 operands, {result['n_quantized']} layers" if operands else "nothing"
-        overhead_text = gap_text = ""
+        quantized = "nothing"
+        if operands:
+            quantized = f"{operands} of 6 operands, {result['n_quantized']} layers"
+        overhead_text = ""
+        gap_text = ""
         if name != BASELINE:
             missed = f"not reached by {overhead['n'] - overhead['n_finite']} of {overhead['n']} seeds"
             overhead_text = with_interval(overhead, 100.0, 1, unit=" %", missing=missed)

@@ -65,8 +65,11 @@ class TaskArguments:
     @property
     def task_name(self) -> str:
         """The task that is named, that of a dataset, or the default."""
-        has_data = self.dataset is not None or self.eval_dataset is not None
-        return self.task or ("file" if has_data else self.DEFAULT_TASK)
+        if self.task:
+            return self.task
+        if self.dataset is not None or self.eval_dataset is not None:
+            return "file"
+        return self.DEFAULT_TASK
 
     def load_task(self, tokenizer: PreTrainedTokenizerBase | None = None, test_only: bool = False) -> Task:
         """Load the task, for a model with this ``tokenizer``: prompts that are read become chat messages where it has a

@@ -50,12 +50,14 @@ def of_task(problems: Dataset, learn: str) -> Dataset:
     if learn == "completion":
         return Dataset.from_dict({"prompt": prompts, "completion": completions})
     whole = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    return Dataset.from_dict({"text" if isinstance(prompts[0], str) else "messages": whole})
+    column = "text" if isinstance(prompts[0], str) else "messages"
+    return Dataset.from_dict({column: whole})
 
 
 def _as_trl_has_them(problems: Dataset) -> tuple[list, list]:
     """Return prompts and reference completions: texts, or messages where prompts are conversations."""
-    prompts, completions = list(problems["prompt"]), list(problems["completion"])
+    prompts = list(problems["prompt"])
+    completions = list(problems["completion"])
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     return prompts, completions

@@ -261,7 +261,9 @@ def own_problems(
     if prompt_column is None:
         _, first = splits["test"][0]
         found = [name for name in _PROMPTS if isinstance(first, dict) and name in first]
-        prompt_column = found[0] if found else _PROMPTS[0]
+        prompt_column = _PROMPTS[0]
+        if found:
+            prompt_column = found[0]
 
     def read_row(row: dict[str, Any]) -> tuple[str, str, str]:
         check(row[answer_column])
