@@ -61,8 +61,10 @@ def try_architecture(model_type: str) -> dict[str, str]:
     except NotTried as error:
         return {"outcome": "not tried", "detail": _line(error)}
     except Wrong as error:
-        refused = any(text in str(error) for text in REFUSALS)
-        return {"outcome": "refused" if refused else "wrong", "detail": _line(error)}
+        outcome = "wrong"
+        if any(text in str(error) for text in REFUSALS):
+            outcome = "refused"
+        return {"outcome": outcome, "detail": _line(error)}
 
 
 def _save_plain(model_type: str, cls: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -106,7 +108,10 @@ def _try_mode(cls: type, folder: Path, mode: str, inputs: dict[str, torch.Tensor
         if again.quantization_report.quantized != model.quantization_report.quantized:
             raise ValueError("other layers are quantized after saving and loading")
     with _wrapped(Wrong, f"{mode}: training step"):
-        (_train_adapters if mode == "packed" else _train)(model, inputs)
+        if mode == "packed":
+            _train_adapters(model, inputs)
+        else:
+            _train(model, inputs)
     return len(again.quantization_report.quantized)
 
 
@@ -146,7 +151,9 @@ def _step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
 
 def _generate(model: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
     if model.can_generate() and "input_ids" in inputs:
-        start = {"decoder_start_token_id": 1} if model.config.is_encoder_decoder else {}
+        start = {}
+        if model.config.is_encoder_decoder:
+            start["decoder_start_token_id"] = 1
         model.generate(**inputs, **start, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 
 
@@ -167,13 +174,16 @@ def _logits(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def _options(model: nn.Module) -> dict[str, Any]:
     """Return options of the forward pass: training keeps no cache."""
-    return {"use_cache": False} if hasattr(model.config.get_text_config(decoder=True), "use_cache") else {}
+    if not hasattr(model.config.get_text_config(decoder=True), "use_cache"):
+        return {}
+    return {"use_cache": False}
 
 
 def _inputs(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return random inputs of a model: text where it reads text, else by what it says is its main one."""
     ids = torch.randint(4, VOCABULARY - 8, (2, 8), generator=torch.Generator().manual_seed(1))
-    config, name = model.config, model.main_input_name
+    config = model.config
+    name = model.main_input_name
     if not config.is_encoder_decoder and "input_ids" in inspect.signature(model.forward).parameters:
         name = "input_ids"
     inputs = {}
@@ -206,7 +216,9 @@ def _wrapped(kind: type[Exception], step: str):
 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    if len(text) > 200:
+        text = f"{text[:197]}..."
+    return text
 
 
 def main() -> None:
@@ -226,7 +238,9 @@ def main() -> None:
         start = time.perf_counter()
         kind, cls = known[name]
         record = {"name": name, "kind_of_model": kind, "class": cls, **try_architecture(name)}
-        layers = int(record["detail"].split()[0]) if record["outcome"] == "right" else 0
+        layers = 0
+        if record["outcome"] == "right":
+            layers = int(record["detail"].split()[0])
         record |= {"shape": [2, 8], "value": layers, "unit": "quantized layers"}
         record |= dict.fromkeys(("baseline", "ratio", "ceiling_fraction"))
         found[name] = record | made("python -m benchmarks.architectures", PACKAGES, machine="any CPU")

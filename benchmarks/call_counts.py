@@ -276,7 +276,9 @@ def count(name: str) -> tuple[Counter, float | None]:
     with ExitStack() as stack:
         flow = FLOWS[name](stack)
         counter = counted(flow, PARTS.get(name, ("",)), warm=name != "trainer")
-        return counter, None if name in RUNS else 1e6 * min(timeit.repeat(flow, number=1, repeat=200))
+        if name in RUNS:
+            return counter, None
+        return counter, 1e6 * min(timeit.repeat(flow, number=1, repeat=200))
 
 
 def main() -> None:

@@ -29,7 +29,8 @@ from .records import RESULTS, hardware, made, median_ratio, write
 
 Run = Callable[[], object]
 PACKAGES = ("torch", "hf-mxfp4", "torchao", "compressed-tensors")
-OURS, BFLOAT16 = "ours", "torch bfloat16"
+OURS = "ours"
+BFLOAT16 = "torch bfloat16"
 #: Options of packed layers by their names in the records.
 SCHEMES = {
     "rceil": {"scale_rule": "rceil", "macro_block": None},
@@ -58,7 +59,9 @@ def measure(runs: dict[str, Run], rounds: int, before: Run = lambda: None) -> di
 
 def cache_filler() -> Run:
     """Return what fills the processor's caches with something else."""
-    size = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
+    size = 0
+    if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names:
+        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
     other = torch.zeros(max(2 * size, 1 << 26), dtype=torch.uint8)
     return lambda: other.add_(1)
 
@@ -150,14 +153,17 @@ def layers(n: int, k: int) -> dict[str, nn.Module]:
     weight[:, ::97] *= 4
     plain = nn.Linear(k, n, bias=False, device="meta")
     plain.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
-    packed = {name: MXFP4RLConfig(mode="packed", **options) for name, options in SCHEMES.items()}
-    return {BFLOAT16: plain} | {name: MXFP4PackedLinear.from_linear(plain, each) for name, each in packed.items()}
+    contenders = {BFLOAT16: plain}
+    for name, options in SCHEMES.items():
+        contenders[name] = MXFP4PackedLinear.from_linear(plain, MXFP4RLConfig(mode="packed", **options))
+    return contenders
 
 
 @torch.no_grad()
 def product_records(options: argparse.Namespace) -> Iterator[dict]:
     """Yield the records of products: milliseconds, and bfloat16's time over the contender's."""
-    fill, variant = cache_filler(), os.environ.get("HF_MXFP4_CPU", "native")
+    fill = cache_filler()
+    variant = os.environ.get("HF_MXFP4_CPU", "native")
     for shape in options.shapes:
         n, k = map(int, shape.split("x"))
         contenders = layers(n, k)
@@ -192,9 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", help="file of the records; - writes none")
     options = parser.parse_args(arguments)
     if options.what == "quantize":
-        name, measured = "quantize_cpu", quantize_records(options)
+        name = "quantize_cpu"
+        measured = quantize_records(options)
     else:
-        name, measured = "packed_product_cpu", product_records(options)
+        name = "packed_product_cpu"
+        measured = product_records(options)
     common = made(f"python -m benchmarks.cpu_speed {options.what}", PACKAGES, hardware(torch.get_num_threads()))
     records = []
     for record in measured:

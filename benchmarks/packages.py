@@ -115,8 +115,17 @@ def size_table(root: Path) -> str:
         python = [file for file in files if file.suffix == ".py"]
         lengths = function_lengths(python)
         size = sum(tokens(file.read_text()) for file in python)
-        cells = [len(python), size, lines(python), lines([file for file in files if file.suffix in CPP]) or ""]
-        rows.append([f"`{name}`", *map(str, cells), f"{median(lengths):g}" if lengths else ""])
+        lines_of_cpp = lines([file for file in files if file.suffix in CPP])
+        rows.append(
+            [
+                f"`{name}`",
+                str(len(python)),
+                str(size),
+                str(lines(python)),
+                str(lines_of_cpp) if lines_of_cpp else "",
+                f"{median(lengths):g}" if lengths else "",
+            ]
+        )
     return table(["package", "files", "tokens", "lines", "lines of C++", "median function"], rows)
 
 
@@ -125,7 +134,9 @@ def _package_of(path: Path) -> str:
     top, *folders = path.parent.parts
     if top != "hf_mxfp4" or not folders:
         return top
-    return "/".join([top, *folders[: 2 if folders[0] == "integrations" else 1]])
+    # Each integration counts as a package.
+    depth = 2 if folders[0] == "integrations" else 1
+    return "/".join([top, *folders[:depth]])
 
 
 # ---- imports --------------------------------------------------------------------------------------------------------
@@ -153,15 +164,26 @@ _TOPS = tuple(source.rpartition("/")[2] for source in SOURCES)
 
 def _imported(name: str, file: Path, modules: Mapping[str, Path]) -> Iterator[str]:
     """Yield the absolute names of modules that a module imports."""
-    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    package = name.split(".")
+    if file.name != "__init__.py":
+        package.pop()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.name
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            names = (f"{base}.{alias.name}" for alias in node.names)
-            yield from (imported if imported in modules else base for imported in names)
+            # `from . import x` has level 1: the package itself; each more level goes up by one.
+            base = []
+            if node.level:
+                base = package[: len(package) + 1 - node.level]
+            if node.module:
+                base = [*base, node.module]
+            for alias in node.names:
+                imported = ".".join([*base, alias.name])
+                if imported in modules:
+                    yield imported
+                else:
+                    yield ".".join(base)
 
 
 def _unit(module: str) -> str:
@@ -169,7 +191,8 @@ def _unit(module: str) -> str:
     top, *rest = module.split(".")
     if top != "hf_mxfp4" or not rest:
         return top
-    return ".".join(rest[: 2 if rest[0] == "integrations" else 1])
+    depth = 2 if rest[0] == "integrations" else 1
+    return ".".join(rest[:depth])
 
 
 def faults(graph: Graph) -> list[str]:
@@ -201,13 +224,13 @@ def mermaid(graph: Graph) -> str:
 
 def _reached(graph: Graph, unit: str) -> set[str]:
     """Return all units that a unit imports, through others as well."""
-    found, open_ones = set(), [unit]
-    while open_ones:
-        at = open_ones.pop()
-        new = set(graph.get(at, ())) - found
-        found |= new
-        open_ones += new
-    return found - {unit}
+    reached: set[str] = set()
+    waiting = [unit]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    return reached - {unit}
 
 
 def main() -> None:

@@ -24,14 +24,18 @@ def record(arm: str, summary: dict, command: str, machine: str) -> dict:
     """Return the benchmark record of one arm of a study's `summary.json`."""
     result = summary["arms"][arm]
     value = result["overhead"]["mean"]
-    steps, size = summary["steps"], summary["tokens_per_step"]
+    ratio = None
+    if value is not None:
+        ratio = round(1 / (1 + value), 4)
+    steps = summary["steps"]
+    size = summary["tokens_per_step"]
     return {
         "name": arm,
         "shape": f"{summary['parameters'] / 1e6:.2f} M parameters, {steps} steps of {size} tokens",
         "value": "not reached" if value is None else value,
         "unit": "token overhead",
         "baseline": 0.0,
-        "ratio": None if value is None else round(1 / (1 + value), 4),
+        "ratio": ratio,
         "ceiling_fraction": None,
         "precision_of_baseline": summary["baseline"],
         "target_fraction": summary["target_fraction"],
@@ -47,7 +51,9 @@ def stated(arm: str) -> str | None:
     """Return the token overhead over FP8 that arXiv 2605.09825 states for an arm."""
     if arm not in PAPER:
         return None
-    return "does not converge" if PAPER[arm] is None else "{}-{} %".format(*PAPER[arm])
+    if PAPER[arm] is None:
+        return "does not converge"
+    return "{}-{} %".format(*PAPER[arm])
 
 
 def main() -> None:

@@ -117,7 +117,8 @@ def quantized(x: torch.Tensor, scheme: OperandScheme) -> torch.Tensor:
 
 def output_error(layers: list[tuple], scheme: OperandScheme) -> float:
     """``|x (Q(W) - W)^T|**2 / |x W^T|**2`` over all layers."""
-    error = energy = 0.0
+    error = 0.0
+    energy = 0.0
     for weight, x in layers:
         error += (x @ (quantized(weight, scheme) - weight).T).double().square().sum().item()
         energy += (x @ weight.T).double().square().sum().item()
@@ -126,19 +127,23 @@ def output_error(layers: list[tuple], scheme: OperandScheme) -> float:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()  # no options, but --help runs nothing
-    data, layers = samples(), trained_layers()
+    data = samples()
+    layers = trained_layers()
     records: list[dict] = []
 
-    def add(name: str, on: str, value: float, unit: str, baseline: float | None, **more) -> None:
+    def add(name: str, on: str, value: float, unit: str, baseline: float, **more) -> None:
+        shape = [sum(weight.numel() for weight, _ in layers)]
+        if on in data:
+            shape = list(SHAPE)
         records.append(
             {
                 "name": name,
                 "on": on,
-                "shape": list(SHAPE) if on in data else [sum(weight.numel() for weight, _ in layers)],
+                "shape": shape,
                 "value": value,
                 "unit": unit,
                 "baseline": baseline,
-                "ratio": None if baseline is None else baseline / value,
+                "ratio": baseline / value,
                 "ceiling_fraction": None,
                 **more,
                 **made(COMMAND, ("torch",), f"{platform.machine()} CPU"),
@@ -154,7 +159,10 @@ def main() -> None:
         baseline = measure(on, SCHEMES[BASELINE]).relative_mse
         for name, scheme in SCHEMES.items():
             if scheme is FP8:  # which has no components
-                tensors = [data[on]] if on in data else [weight for weight, _ in layers]
+                tensors = [weight for weight, _ in layers]
+                if on in data:
+                    tensors = [data[on]]
+                # Against the identity, whose output error is that of the tensor itself.
                 value = output_error([(x, torch.eye(x.shape[1])) for x in tensors], scheme)
                 add(name, on, value, "relative squared error", baseline)
                 continue

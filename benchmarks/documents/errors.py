@@ -19,22 +19,26 @@ def presets() -> str:
 
 
 def schemes() -> str:
-    found = scheme_error()
-    names = [name for on, name in found if on == "Gaussian" and not name.startswith(("fallback", "scale factors"))]
+    """Return the relative error of each scheme on each kind of data, and of outputs where it was measured."""
+    errors = scheme_error()
     outputs = "outputs of trained layers"
-    rows = [
-        [name, *(percent(found[on, name]["value"]) for on in DATA)]
-        + [percent(found[outputs, name]["value"]) if (outputs, name) in found else ""]
-        for name in names
-    ]
+    rows = []
+    for data, name in errors:
+        if data != "Gaussian" or name.startswith(("fallback", "scale factors")):
+            continue
+        row = [name, *(percent(errors[data, name]["value"]) for data in DATA)]
+        output_error = errors.get((outputs, name))
+        row.append("" if output_error is None else percent(output_error["value"]))
+        rows.append(row)
     return table(["scheme", *DATA, outputs], rows)
 
 
 def statements() -> str:
-    found = scheme_error()
+    """Return statements of arXiv 2605.20402, and what was measured of each."""
+    errors = scheme_error()
 
     def on_gaussian(name: str) -> dict:
-        return found["Gaussian", name]
+        return errors["Gaussian", name]
 
     def hidden_cosine(name: str) -> str:
         return f"{on_gaussian(name)['cosine_scale_deadzone_unmasked']:.4f}"
@@ -46,8 +50,10 @@ def statements() -> str:
         parts = [f"{record[f'ratio_{part}']:.3f}" for part in ("scale_bias", "deadzone", "grid")]
         return " / ".join([*parts, f"{record['cosine_scale_grid']:.3f}"])
 
-    plain, static = on_gaussian("rceil"), on_gaussian("rceil, static factor")
-    half, one = (on_gaussian(f"rceil, static factor, fallback {alpha}") for alpha in ("0.5", "1"))
+    plain = on_gaussian("rceil")
+    static = on_gaussian("rceil, static factor")
+    half = on_gaussian("rceil, static factor, fallback 0.5")
+    one = on_gaussian("rceil, static factor, fallback 1")
     scale_gone = 100 * (1 - energy(static, "scale_bias") / energy(plain, "scale_bias"))
     deadzone_gone = 100 * (1 - energy(half, "deadzone") / energy(static, "deadzone"))
     rows = [
@@ -57,7 +63,7 @@ def statements() -> str:
         ),
         (
             "energies 1.725 / .026 / .703 of the error's and cosine -.657, on Qwen's weights",
-            f"confirmed: {ratios(plain)} on Gaussian data, {ratios(found['trained weights', 'rceil'])} on trained "
+            f"confirmed: {ratios(plain)} on Gaussian data, {ratios(errors['trained weights', 'rceil'])} on trained "
             "weights: the numbers belong to the ceiling rule on nearly Gaussian data",
         ),
         (
@@ -99,7 +105,8 @@ def statements() -> str:
 
 
 def readme_schemes() -> str:
-    found = scheme_error()
+    """Return errors of the schemes that the README names."""
+    errors = scheme_error()
     names = {
         "rceil": "`rceil`",
         "rceil, static factor": "`rceil`, `static` factor (the paper's)",
@@ -107,7 +114,7 @@ def readme_schemes() -> str:
         "even, block mantissas": "`even`, `block_mantissas`: same storage, and exact in bfloat16",
         "rceil, static factor, fallback 0.5": "`rceil`, `static` factor, outlier fallback 0.5",
     }
-    return table(
-        ["scheme", *DISTRIBUTIONS],
-        [[shown, *(percent(found[on, name]["value"]) for on in DISTRIBUTIONS)] for name, shown in names.items()],
-    )
+    rows = []
+    for name, shown in names.items():
+        rows.append([shown, *(percent(errors[data, name]["value"]) for data in DISTRIBUTIONS)])
+    return table(["scheme", *DISTRIBUTIONS], rows)

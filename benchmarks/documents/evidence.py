@@ -28,7 +28,10 @@ PAPERS = {
 #: Most bits of an operand that a row of `evidence_front` allows.
 BUDGETS = (4.25, 4.32, 8.6)
 #: Variants of a checkpoint, as records name them.
-AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
+AS_IT_IS = "as it is"
+SMOOTHED = "smoothed"
+ROUNDED = "smoothed, GPTQ"
+ROTATED = "smoothed, GPTQ for H64"
 FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
 OURS = "even+mbs128-blockwise"
 
@@ -146,7 +149,9 @@ def readme_evidence() -> str:
     rows = []
     for row in FIRST_PAGE:
         run = trained[row.cell]
-        spread = "(one seed)" if run["over_seeds"] is None else f"± {100 * run['over_seeds']:.1f}"
+        spread = "(one seed)"
+        if run["over_seeds"] is not None:
+            spread = f"± {100 * run['over_seeds']:.1f}"
         accuracy = f"{100 * run['after']:.1f} {spread}"
         bits, kl = _loss_of(row)
         rows.append([row.name, bits_cell(bits), row.hopper, row.blackwell, f"{kl:.3f}", accuracy])
@@ -202,8 +207,12 @@ def evidence_claims() -> str:
     for claim in CLAIMS:
         row = [claim.text]
         for results in columns.values():
-            better, worse = results.get((AS_IT_IS, claim.better)), results.get((AS_IT_IS, claim.worse))
-            row.append("" if better is None or worse is None else _verdict(better, worse))
+            better = results.get((AS_IT_IS, claim.better))
+            worse = results.get((AS_IT_IS, claim.worse))
+            verdict = ""
+            if better is not None and worse is not None:
+                verdict = _verdict(better, worse)
+            row.append(verdict)
         rows.append(row)
     return table(["claim", *columns], rows)
 
@@ -271,7 +280,10 @@ def gptq() -> str:
     first = next(iter(texts.values()))
     rows = []
     for (variant, name), of_first in first.items():
-        scheme = name if variant == AS_IT_IS else name.removesuffix(", H64")
+        # On the checkpoint as it is, rotated schemes are left out.
+        scheme = name
+        if variant != AS_IT_IS:
+            scheme = name.removesuffix(", H64")
         if variant not in (AS_IT_IS, SMOOTHED, ROUNDED, ROTATED) or scheme not in (f"w4a16:{OURS}", OURS):
             continue
         row = [variant, f"`{name}`", bits_cell(of_first["bits"])]

@@ -10,113 +10,168 @@ from ..records import interval, records, table
 
 
 def demo() -> str:
+    """Return accuracies of the demo before and after RL, by seed."""
     rows = []
-    for r in records("demo_cpu"):
-        before, after = r["standard_error"]
+    for record in records("demo_cpu"):
+        before = record["baseline"]
+        after = record["value"]
+        error_before, error_after = record["standard_error"]
         rows.append(
-            [r["name"][-1], f"{r['baseline']:.3f} ± {before:.3f}", f"{r['value']:.3f} ± {after:.3f}"]
-            + [f"{r['value'] - r['baseline']:+.3f}"]
+            [
+                record["name"][-1],
+                f"{before:.3f} ± {error_before:.3f}",
+                f"{after:.3f} ± {error_after:.3f}",
+                f"{after - before:+.3f}",
+            ]
         )
     return table(["seed", "before RL", "after RL", "gain"], rows)
 
 
 def vllm_agreement() -> str:
+    """Return how far log-probabilities of vLLM are from ours, next to what the last bits of sums do to them."""
     rows = []
-    for r in records("vllm_agreement"):
-        cells = [f"{r[key][part]:.1e}" for key in ("vllm", "last_bits") for part in ("median", "max")]
-        shares = [f"{100 * r[key]['beyond_1e-3']:.1f}" for key in ("vllm", "last_bits")]
-        rows.append([r["scheme"], *cells[:2], shares[0], *cells[2:], shares[1], f"{r['quantization']['median']:.2f}"])
+    for record in records("vllm_agreement"):
+        row = [record["scheme"]]
+        for key in ("vllm", "last_bits"):
+            differences = record[key]
+            row.append(f"{differences['median']:.1e}")
+            row.append(f"{differences['max']:.1e}")
+            row.append(f"{100 * differences['beyond_1e-3']:.1f}")
+        row.append(f"{record['quantization']['median']:.2f}")
+        rows.append(row)
     columns = ["scheme", "vLLM: median", "max", "beyond 1e-3, %", "last bits: median", "max", "beyond 1e-3, %"]
     return table([*columns, "quantization, median"], rows)
 
 
 def memory() -> str:
+    """Return megabytes of each part of a training step, by mode and checkpointing."""
     parts = ("weights", "gradients", "optimizer", "saved", "peak")
-    rows = [
-        [*r["name"].split(" / checkpointing "), *(f"{r['measured'][part] / 1e6:.0f}" for part in parts)]
-        for r in records("memory")
-    ]
+    rows = []
+    for record in records("memory"):
+        mode, checkpointing = record["name"].split(" / checkpointing ")
+        rows.append([mode, checkpointing, *(f"{record['measured'][part] / 1e6:.0f}" for part in parts)])
     return table(["mode", "checkpointing", *parts], rows)
 
 
 def pretrain() -> str:
+    """Return what each arm of the pretraining study costs, next to the baseline in full precision."""
     rows = []
-    for r in records("pretrain"):
-        if r["name"] in ("baseline", "all_oscireset"):  # the second is gone
+    for record in records("pretrain"):
+        # The second is an arm that does not exist any more.
+        if record["name"] in ("baseline", "all_oscireset"):
             continue
-        overhead = r["overhead"]
-        operands = sum(count > 0 for count in r["quantized_operands"].values())
-        cells = [interval(overhead, 100, 1), str(overhead["n"]), interval(r["gap"], 1, 4), r["paper"] or ""]
-        rows.append([f"`{r['name']}`", str(operands), *cells])
+        overhead = record["overhead"]
+        n_operands = sum(count > 0 for count in record["quantized_operands"].values())
+        rows.append(
+            [
+                f"`{record['name']}`",
+                str(n_operands),
+                interval(overhead, 100, 1),
+                str(overhead["n"]),
+                interval(record["gap"], 1, 4),
+                record["paper"] or "",
+            ]
+        )
     columns = ["arm", "quantized operands", "more tokens, %", "seeds", "loss above the baseline's"]
     return table([*columns, "paper: more tokens"], rows)
 
 
 def quantize_cpu() -> str:
-    dropped = "fouroversix", "microxcaling", "searched", "dequantize"
-    found = [r for r in records("quantize_cpu") if not any(name in r["name"] for name in dropped)]
-    rows = [[*r["name"].split(" / "), f"{r['value']:.3g}", f"{r['ratio']:.2f}"] for r in found if r["shape"][0] == 4096]
+    """Return speeds of quantization on a CPU, of the largest matrix."""
+    left_out = ("fouroversix", "microxcaling", "searched", "dequantize")
+    rows = []
+    for record in records("quantize_cpu"):
+        if record["shape"][0] != 4096 or any(name in record["name"] for name in left_out):
+            continue
+        operation, contender = record["name"].split(" / ")
+        rows.append([operation, contender, f"{record['value']:.3g}", f"{record['ratio']:.2f}"])
     return table(["operation", "contender", "GB/s", "time / ours"], rows)
 
 
 def packed_product_cpu() -> str:
     """Return the largest weight on one thread, by rows and contender."""
-    found = [r for r in records("packed_product_cpu") if r["threads"] == 1 and r["shape"][1:] == [4096, 14336]]
-    names = list(dict.fromkeys(r["name"] for r in found))
-    cells: dict[int, dict[str, str]] = {}
-    for r in found:
-        text = f"{r['value']:.2f}" if r["ratio"] == 1 else f"{r['value']:.2f} ({r['ratio']:.2f})"
-        cells.setdefault(r["shape"][0], {})[r["name"]] = text
-    rows = [[name, *(own[name] for own in cells.values())] for name in names]
-    columns = [f"{count} row{'s' * (count > 1)}" for count in cells]
-    return f"{table(['', *columns], rows)}\n{found[0]['hardware']}, {found[0]['date']}\n"
+    largest = []
+    for record in records("packed_product_cpu"):
+        if record["threads"] == 1 and record["shape"][1:] == [4096, 14336]:
+            largest.append(record)
+    by_count: dict[int, dict[str, str]] = {}
+    for record in largest:
+        text = f"{record['value']:.2f}"
+        if record["ratio"] != 1:
+            text += f" ({record['ratio']:.2f})"
+        by_count.setdefault(record["shape"][0], {})[record["name"]] = text
+    rows = []
+    for name in dict.fromkeys(record["name"] for record in largest):
+        rows.append([name, *(cells[name] for cells in by_count.values())])
+    columns = ["1 row" if count == 1 else f"{count} rows" for count in by_count]
+    return f"{table(['', *columns], rows)}\n{largest[0]['hardware']}, {largest[0]['date']}\n"
 
 
 def architectures() -> str:
     """Return the architectures that are right by kind, and those that are not."""
-    found = records("architectures")
+    tried = records("architectures")
     outcomes = ("right", "refused", "wrong", "not tried")
-    counts = Counter(record["outcome"] for record in found)
-    parts = [f"{len(found)} architectures: {', '.join(f'{counts[each]} {each}' for each in outcomes)}.\n"]
+    counts = Counter(record["outcome"] for record in tried)
+    counted = ", ".join(f"{counts[outcome]} {outcome}" for outcome in outcomes)
+    parts = [f"{len(tried)} architectures: {counted}.\n"]
     kinds: dict[str, list[str]] = {}
-    for record in found:
+    for record in tried:
         if record["outcome"] == "right":
             kinds.setdefault(record["kind_of_model"], []).append(f"`{record['name']}`")
-    parts += [f"* {kind}: {' '.join(names)}" for kind, names in kinds.items()] + [""]
+    for kind, names in kinds.items():
+        parts.append(f"* {kind}: {' '.join(names)}")
+    parts.append("")
     for outcome in ("refused", "wrong"):
-        if names := [f"`{record['name']}`" for record in found if record["outcome"] == outcome]:
+        names = [f"`{record['name']}`" for record in tried if record["outcome"] == outcome]
+        if names:
             parts.append(f"{outcome.capitalize()}: {' '.join(names)}\n")
     return "\n".join(parts)
 
 
 def runs_at_the_best_rate() -> list[dict]:
     """Return the runs of `recipes/configs/recovery_smollm2.yaml` at its learning rates."""
-    return [r for r in records("recovery_smollm2") if r["learning_rate"] == r["options"].get("learning_rate", 2e-5)]
+    runs = []
+    for record in records("recovery_smollm2"):
+        if record["learning_rate"] == record["options"].get("learning_rate", 2e-5):
+            runs.append(record)
+    return runs
 
 
 def recovery() -> str:
     """Return the table of RL on a real model, with what ran where."""
-    runs = [r for r in runs_at_the_best_rate() if not r["cell"].startswith("mxfp4_")]
-    first, minutes = runs[0], sum(r["seconds"] for r in runs) / len(runs) / 60
-    made = f"{first['shape']}; {len(runs)} runs of {minutes:.1f} minutes, 10 or 12 at a time, on {first['hardware']}"
-    return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown_table(*table_rows(runs))}"
+    runs = [record for record in runs_at_the_best_rate() if not record["cell"].startswith("mxfp4_")]
+    first = runs[0]
+    minutes = sum(record["seconds"] for record in runs) / len(runs) / 60
+    caption = (
+        f"**{first['model']}**: {first['shape']}; {len(runs)} runs of {minutes:.1f} minutes, 10 or 12 at a time, on "
+        f"{first['hardware']}; `{first['command']}`, {first['date']}"
+    )
+    return f"{caption}\n\n{markdown_table(*table_rows(runs))}"
 
 
 def recovery_cpu() -> str:
     """Return the cells that a CPU ran with one seed, and the corrections of plain MXFP4."""
-    found: dict[str, list[str]] = {}
-    corrections = [r for r in runs_at_the_best_rate() if r["cell"].startswith("mxfp4_")]
-    for r in records("recovery_cpu") + corrections:
-        found.setdefault(r["label"], []).append(f"{100 * r['value']:.1f}")
-    return table(["cell", "after RL"], [[label, ", ".join(values)] for label, values in found.items()])
+    corrections = [record for record in runs_at_the_best_rate() if record["cell"].startswith("mxfp4_")]
+    accuracies: dict[str, list[str]] = {}
+    for record in records("recovery_cpu") + corrections:
+        accuracies.setdefault(record["label"], []).append(f"{100 * record['value']:.1f}")
+    rows = [[label, ", ".join(values)] for label, values in accuracies.items()]
+    return table(["cell", "after RL"], rows)
 
 
 def recovery_rates() -> str:
     """Return accuracies of seed 0 by cell and learning rate."""
-    found: dict[str, dict[float, str]] = {}
-    for r in records("recovery_smollm2"):
-        if r["seed"] == 0:
-            found.setdefault(r["label"], {})[r["learning_rate"]] = f"{100 * r['value']:.1f}"
-    rates = sorted({rate for cells in found.values() for rate in cells})
-    rows = [[label, *(cells.get(rate, "") for rate in rates)] for label, cells in found.items() if len(cells) > 1]
+    by_label: dict[str, dict[float, str]] = {}
+    rates = set()
+    for record in records("recovery_smollm2"):
+        if record["seed"] == 0:
+            rate = record["learning_rate"]
+            rates.add(rate)
+            by_label.setdefault(record["label"], {})[rate] = f"{100 * record['value']:.1f}"
+    rates = sorted(rates)
+    rows = []
+    for label, cells in by_label.items():
+        # Cells that ran at one rate alone are in the table of `recovery`.
+        if len(cells) > 1:
+            rows.append([label, *(cells.get(rate, "") for rate in rates)])
     return table(["cell", *(f"{rate:g}" for rate in rates)], rows)

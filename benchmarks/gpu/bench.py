@@ -114,15 +114,25 @@ def gpu_seconds(call: Call, device: torch.device, count: int = 10) -> float:
     if device.type != "cuda":
         return seconds_of(call, device)
     call()  # compiles
+    # Larger than any L2 cache: writing it leaves nothing else there.
     cache = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-    times = []
-    for part in (lambda: (cache.zero_(), call()), cache.zero_):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                part()
-        times.append(seconds_of(graph.replay, device) / count)
-    return times[0] - times[1]
+
+    def call_after_flush() -> None:
+        cache.zero_()
+        call()
+
+    with_call = _replayed_seconds(call_after_flush, device, count)
+    flush_alone = _replayed_seconds(cache.zero_, device, count)
+    return with_call - flush_alone
+
+
+def _replayed_seconds(call: Call, device: torch.device, count: int) -> float:
+    """Return the time of a call in a CUDA graph of ``count`` of them."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return seconds_of(graph.replay, device) / count
 
 
 def host_seconds(call: Call, count: int) -> float:
@@ -163,7 +173,9 @@ class Bench:
     """
 
     def __init__(self, device: torch.device, tiny: bool, out: Path, command: str, seconds: float = float("inf")):
-        self.device, self.tiny, self.out = device, tiny, out
+        self.device = device
+        self.tiny = tiny
+        self.out = out
         self.ceilings: dict[str, float] = {}
         self.records: dict[str, list[dict]] = {}
         self._end = time.perf_counter() + seconds
@@ -175,8 +187,16 @@ class Bench:
 
     def record(self, section: str, what: str, shape: list[int], measure: Callable[[], dict[str, Any]]) -> None:
         """Record what ``measure`` returns (``value``, ``unit`` and more), or why there is nothing."""
-        record = {"name": f"{section} / {what}", "shape": shape, "status": "ok", "value": "none", "unit": ""}
-        record |= dict.fromkeys(("baseline", "ratio", "ceiling_fraction"))
+        record = {
+            "name": f"{section} / {what}",
+            "shape": shape,
+            "status": "ok",
+            "value": "none",
+            "unit": "",
+            "baseline": None,
+            "ratio": None,
+            "ceiling_fraction": None,
+        }
         try:
             if time.perf_counter() > self._end:
                 raise Absent("no time left")
@@ -189,54 +209,78 @@ class Bench:
         self.records.setdefault(section, []).append(record | self._common)
         write(self.records[section], self.out / f"gpu_{section}.json")
         print(row(record), flush=True)
+        # The next case finds the memory of the GPU empty.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _measured(self, case: Case) -> dict[str, Any]:
+        """Check a case against the eager backend, and time it and its peers."""
         call = case.build(self.device, "triton")
         expect_close(case.name, call(), case.build(self.device, "eager")(), case.tolerance)
         measure = gpu_seconds if case.graphs else seconds_of
         seconds = measure(call, self.device)
         peers = {name: self._peer(build, measure, seconds) for name, build in case.peers.items()}
         baseline = next(iter(peers), None)
+        ratio = None
+        if baseline is not None:
+            ratio = peers[baseline].get("ratio")
         floor = case.floor(self.ceilings)
+        ceiling_fraction = None
+        if floor is not None:
+            ceiling_fraction = floor / seconds
         flops = sum(case.flops.values())
         if flops:
-            value, unit = flops / 1e12 / seconds, "TFLOP/s"
+            value = flops / 1e12 / seconds
+            unit = "TFLOP/s"
         else:
-            value, unit = case.n_bytes / 1e9 / seconds, "GB/s"
+            value = case.n_bytes / 1e9 / seconds
+            unit = "GB/s"
         return {
             "value": value,
             "unit": unit,
             "seconds": seconds,
-            "host": host_seconds(call, 1 if self.tiny else 50),
+            "host": self._host_seconds(call),
             "baseline": baseline,
-            "ratio": peers[baseline].get("ratio") if baseline else None,
-            "ceiling_fraction": None if floor is None else floor / seconds,
+            "ratio": ratio,
+            "ceiling_fraction": ceiling_fraction,
             "peers": peers,
         }
 
+    def _host_seconds(self, call: Call) -> float:
+        return host_seconds(call, 1 if self.tiny else 50)
+
     def _peer(self, build: Callable[[torch.device], Call], measure: Callable, seconds: float) -> dict[str, Any]:
+        """Time another library. It may fail, for any reason, without an end of the case."""
         try:
             call = build(self.device)
             other = measure(call, self.device)
-            return {"seconds": other, "ratio": other / seconds, "host": host_seconds(call, 1 if self.tiny else 50)}
+            return {"seconds": other, "ratio": other / seconds, "host": self._host_seconds(call)}
         except Exception as error:
             return {"reason": f"{type(error).__name__}: {error}".partition("\n")[0]}
 
     def measure_ceilings(self) -> None:
         """Measure what this GPU reaches at best: a device copy, and the vendor's products on random data."""
-        n_bytes, n = (1 << 16, 128) if self.tiny else (1 << 30, 8192)
+        n_bytes = 1 << 30
+        n = 8192
+        if self.tiny:
+            n_bytes = 1 << 16
+            n = 128
 
         def copy() -> dict[str, Any]:
-            source, target = (torch.empty(n_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
+            source = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+            target = torch.empty_like(source)
+            # A copy reads and writes each byte.
             self.ceilings["copy"] = 2 * n_bytes / seconds_of(lambda: target.copy_(source), self.device)
             return {"value": self.ceilings["copy"] / 1e9, "unit": "GB/s"}
 
         def product(kind: str) -> dict[str, Any]:
-            a, b = (torch.randn(n, n, device=self.device).bfloat16() for _ in range(2))
-            call = fp8_product(a, b) if kind == "fp8" else lambda: a @ b.t()
+            a = torch.randn(n, n, device=self.device).bfloat16()
+            b = torch.randn(n, n, device=self.device).bfloat16()
+            if kind == "fp8":
+                call = fp8_product(a, b)
+            else:
+                call = lambda: a @ b.t()  # noqa: E731
             expect_close(kind, call(), a.float() @ b.float().t(), 6e-2)
             self.ceilings[kind] = 2 * n**3 / seconds_of(call, self.device)
             return {"value": self.ceilings[kind] / 1e12, "unit": "TFLOP/s"}
@@ -248,9 +292,15 @@ class Bench:
 
 def fp8_product(a: torch.Tensor, b: torch.Tensor) -> Call:
     """Return ``a b^T`` on E4M3 operands with a scale for each row, quantized before."""
-    scales = [x.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12) / 448.0 for x in (a, b)]
-    left, right = ((x.float() / scale).to(torch.float8_e4m3fn) for x, scale in zip((a, b), scales, strict=True))
-    return lambda: torch._scaled_mm(left, right.t(), scales[0], scales[1].t(), out_dtype=torch.bfloat16)
+    left, left_scale = _to_fp8(a)
+    right, right_scale = _to_fp8(b)
+    return lambda: torch._scaled_mm(left, right.t(), left_scale, right_scale.t(), out_dtype=torch.bfloat16)
+
+
+def _to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return E4M3 elements and float32 scales that bring the largest of each row to 448, the largest E4M3 value."""
+    scale = x.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12) / 448.0
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
 def row(record: dict[str, Any]) -> str:
@@ -262,5 +312,8 @@ def row(record: dict[str, Any]) -> str:
     if record["ceiling_fraction"] is not None:
         cells.append(f"{100 * record['ceiling_fraction']:.0f} % of ceiling")
     for name, peer in record.get("peers", {}).items():
-        cells.append(f"{peer['ratio']:.2f}x {name}" if "ratio" in peer else f"{name}: {peer['reason']}")
+        if "ratio" in peer:
+            cells.append(f"{peer['ratio']:.2f}x {name}")
+        else:
+            cells.append(f"{name}: {peer['reason']}")
     return ", ".join(cells)

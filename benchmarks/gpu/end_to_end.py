@@ -21,8 +21,11 @@ from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from .bench import Absent, Bench, WrongResult, expect_close, seconds_of
 
 
-BF16, NF4 = "BF16", "bitsandbytes NF4"
-PACKED, QAT = "packed w4a16", "QAT w4a4g4"
+#: Arms: the model as it is, in NF4, and two of ours.
+BF16 = "BF16"
+NF4 = "bitsandbytes NF4"
+PACKED = "packed w4a16"
+QAT = "QAT w4a4g4"
 OURS = {PACKED: MXFP4RLConfig(mode="packed"), QAT: MXFP4RLConfig(preset="w4a4g4")}
 #: Sizes of Qwen2.5-1.5B, and tiny ones.
 SIZES = {
@@ -48,14 +51,16 @@ TOLERANCES = {PACKED: 5e-2, QAT: 2e-1}
 
 def build(bench: Bench, arm: str, dtype: torch.dtype = torch.bfloat16, backend: str = "triton") -> PreTrainedModel:
     """Return the model of an arm, the same weights each time. Raises [`Absent`] without bitsandbytes."""
+    sizes = TINY if bench.tiny else SIZES
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    config = Qwen2Config(**(TINY if bench.tiny else SIZES), **tokens, tie_word_embeddings=True)
+    config = Qwen2Config(**sizes, **tokens, tie_word_embeddings=True)
     torch.manual_seed(0)
     with bench.device:
         model = Qwen2ForCausalLM(config).to(dtype).eval()
     if arm in OURS:
-        # In the interpreter a step would take minutes.
-        config = replace(OURS[arm], backend="cpu" if bench.tiny and backend == "triton" else backend)
+        if bench.tiny and backend == "triton":
+            backend = "cpu"  # in the interpreter a step would take minutes
+        config = replace(OURS[arm], backend=backend)
         quantize_linears(model, config)
         model.config.quantization_config = config
     elif arm == NF4:
@@ -74,7 +79,8 @@ def _to_nf4(model: nn.Module, device: torch.device) -> None:
             options = {"bias": linear.bias is not None, "compute_dtype": torch.bfloat16, "quant_type": "nf4"}
             layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, **options, device="meta")
             weight = bnb.nn.Params4bit(linear.weight.detach().cpu(), requires_grad=False, quant_type="nf4")
-            layer.bias, layer.weight = linear.bias, weight.to(device)  # which quantizes it
+            layer.weight = weight.to(device)  # which quantizes it
+            layer.bias = linear.bias
             model.set_submodule(name, layer)
     model.is_loaded_in_4bit = True  # as transformers sets it, for PEFT
 
@@ -87,7 +93,11 @@ def generate(bench: Bench) -> None:
 
     def measured(arm: str, cache: str | None) -> dict[str, Any]:
         model = build(bench, arm)
-        with torch.no_grad(), cached_weights(model) if arm in OURS else contextlib.nullcontext():
+        # As in a rollout of ours: each weight is quantized once.
+        kept: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if arm in OURS:
+            kept = cached_weights(model)
+        with torch.no_grad(), kept:
             if arm in OURS:
                 expected = build(bench, arm, backend="eager")(ids).logits
                 expect_close(f"{arm}: logits", model(ids).logits, expected, TOLERANCES[arm])
@@ -115,7 +125,9 @@ def generate(bench: Bench) -> None:
     arms: list[tuple[str, str | None]] = [(BF16, "static"), (PACKED, "static")]
     arms += [(arm, None) for arm in (BF16, PACKED, QAT, NF4)]
     for arm, cache in arms:
-        what = f"{arm}, {cache} cache" if cache else arm
+        what = arm
+        if cache is not None:
+            what = f"{arm}, {cache} cache"
         bench.record("generate", what, [batch, prompt, new], lambda arm=arm, cache=cache: measured(arm, cache))
 
 
@@ -147,7 +159,9 @@ def grpo_step(bench: Bench) -> None:
             raise WrongResult(f"not {steps + 1} steps with a gradient and completions of {length} tokens: {logs}")
         # The first step warms up.
         seconds[name] = statistics.median(clock.seconds[1:])
-        ratio = seconds[baseline] / seconds[name] if baseline in seconds else None
+        ratio = None
+        if baseline in seconds:
+            ratio = seconds[baseline] / seconds[name]
         return {"value": seconds[name], "unit": "s per step", "baseline": baseline, "ratio": ratio}
 
     for name in STEPS:
@@ -189,7 +203,7 @@ def _trainer(bench: Bench, folder: str, arm: str, adapters: bool, sizes: tuple[i
     from hf_mxfp4.recipes.tasks import build_byte_tokenizer
 
     count, length, steps = sizes
-    on_gpu, ours = bench.device.type == "cuda", arm in OURS
+    on_gpu = bench.device.type == "cuda"
     options = {
         "output_dir": folder,
         "per_device_train_batch_size": count,
@@ -206,14 +220,24 @@ def _trainer(bench: Bench, folder: str, arm: str, adapters: bool, sizes: tuple[i
         "gradient_checkpointing": False,
         "disable_tqdm": True,
     }
-    make_trainer: Callable[..., Any] = MXFP4GRPOTrainer if ours else GRPOTrainer
+    if arm in OURS:
+        make_trainer: Callable[..., Any] = MXFP4GRPOTrainer
+        args = MXFP4GRPOConfig(**options, aqn=False, error_every=0)
+    else:
+        make_trainer = GRPOTrainer
+        args = GRPOConfig(**options)
+    dtype = torch.float32
+    peft_config = None
+    if adapters:
+        dtype = torch.bfloat16
+        peft_config = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
     return make_trainer(
-        build(bench, arm, torch.bfloat16 if adapters else torch.float32),
+        build(bench, arm, dtype),
         _reward,
-        MXFP4GRPOConfig(**options, aqn=False, error_every=0) if ours else GRPOConfig(**options),
+        args,
         Dataset.from_list([{"prompt": f"{i:3d} + {2 * i:3d} = "} for i in range(4 * count)]),
         processing_class=build_byte_tokenizer(),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear") if adapters else None,
+        peft_config=peft_config,
     )
 
 
