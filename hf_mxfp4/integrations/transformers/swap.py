@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
