@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts of a few thousand parameters, one per router, and tokens for them."""
+"""Mixtures of experts of a few thousand parameters, one per router, tokens for them, and inputs of single experts."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -45,3 +45,13 @@ def make_moe(family="qwen3_moe", *, seed=0, **extra):
 def tokens(batch=3, length=7, seed=0):
     """Token ids ``[batch, length]``, none of them special."""
     return torch.randint(2, 32, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def routing(tokens=21, experts=4, k=2, dtype=torch.float64, unused=None, seed=0):
+    """Hidden states, experts and their weights; no token goes to expert ``unused``."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    if unused is not None:
+        scores[:, unused] = -1
+    states = torch.randn(tokens, 64, generator=generator, dtype=torch.float64).to(dtype)
+    return states, scores.topk(k).indices, torch.rand(tokens, k, generator=generator, dtype=torch.float64).to(dtype)

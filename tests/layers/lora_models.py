@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of tests, what they add to a weight, and what training them gives."""
 
+import copy
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter, MXFP4LoraPackedExpertParameter
 from hf_mxfp4.integrations.transformers import quantize_linears
+from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -67,3 +72,51 @@ def stored(model) -> dict[str, torch.Tensor]:
 def same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """Whether both have the same names, and the same values to the bit."""
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+#: Adapters of one parameter of experts.
+WRAPPERS = (MXFP4LoraExpertParameter, MXFP4LoraPackedExpertParameter)
+
+
+def wrappers(model) -> dict[str, ParamWrapper]:
+    """The adapters of a layer of experts by the names of their parameters."""
+    return {m.parameter_name: m for m in model.modules() if isinstance(m, WRAPPERS)}
+
+
+def experts_of(model) -> MXFP4Experts | MXFP4PackedExperts:
+    return next(m for m in model.modules() if isinstance(m, (MXFP4Experts, MXFP4PackedExperts)))
+
+
+def changes_of(module: torch.nn.Module, name: str = "default") -> dict[str, torch.Tensor]:
+    """Return what an adapter of experts adds to each projection, in the layout of the model.
+
+    For trainable experts these are PEFT's own sums, rounded to the dtype of the model.
+    """
+    found = {}
+    for projection, wrapper in wrappers(module).items():
+        if isinstance(wrapper, MXFP4LoraExpertParameter):
+            found[projection] = wrapper.get_delta_weight(name)
+        else:
+            a, b = wrapper.expert_factors(name)
+            delta = wrapper.scaling[name] * torch.einsum("enr,erk->enk", b, a)
+            found[projection] = delta.transpose(1, 2) if wrapper.get_base_layer().is_transposed else delta
+    return found
+
+
+def summed_twin(model: PeftModel):
+    """Return a plain model of weights ``Q(W) + s B A`` for experts, differentiable in the factors of ``model``, and
+    ``Q(W)`` for linear layers."""
+    twin = copy.deepcopy(model.get_base_model())
+    for name, module in list(twin.named_modules()):
+        if name.endswith(".experts") and isinstance(module, WRAPPERS):
+            layer = model.get_base_model().get_submodule(name)
+            plain = experts_of(module).to_experts(torch.float32)
+            for projection, delta in changes_of(layer).items():
+                weight = getattr(plain, projection).detach() + delta
+                del plain._parameters[projection]
+                setattr(plain, projection, weight)
+            twin.set_submodule(name, plain)
+        elif hasattr(module, "to_linear"):
+            twin.set_submodule(name, module.to_linear().requires_grad_(False))
+    twin.config._experts_implementation = "eager"
+    return twin

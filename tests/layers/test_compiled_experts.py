@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
+from compiled_training import STOCHASTIC, adapted, check_training, compiled
 from same_bits import assert_same
-from test_compiled import STOCHASTIC, adapted, check_training, compiled
 from tiny_models import make_model
 from torch.library import opcheck
 from transformers import AutoModelForCausalLM, CompileConfig

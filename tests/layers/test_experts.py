@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
+from moe_models import routing
 from passes import passes
 from tables import CONFIGS
 from tiny_models import make_model
@@ -30,16 +31,6 @@ NAME = "model.layers.0.mlp.experts"
 
 def plain_experts(family="qwen3_moe", dtype=torch.float64, **options):
     return make_model(family, layers=1, dtype=dtype, **options).model.layers[0].mlp.experts
-
-
-def routing(tokens=21, experts=4, k=2, dtype=torch.float64, unused=None, seed=0):
-    """Hidden states, experts and their weights; no token goes to expert ``unused``."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, experts, generator=generator)
-    if unused is not None:
-        scores[:, unused] = -1
-    states = torch.randn(tokens, 64, generator=generator, dtype=torch.float64).to(dtype)
-    return states, scores.topk(k).indices, torch.rand(tokens, k, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def quantized(family="qwen3_moe", dtype=torch.float64, **options):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from passes import assert_product, passes
+from rotations import rotation_matrix
 from tables import FP8_GRADIENTS
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
@@ -45,21 +46,6 @@ def make_layer(bias=True, seed=0, in_features=K, out_features=N, **options) -> M
 
 def fake_quantize(x: torch.Tensor, **options) -> torch.Tensor:
     return numerics.fake_quantize(x, scale_rule="even", **options)
-
-
-def rotation_matrix(rotation: str, length: int, signs: torch.Tensor | None) -> torch.Tensor:
-    """``[length, padded length]``: what an operand is multiplied by, padding included."""
-    if rotation == "none":
-        return torch.eye(length, dtype=torch.float64)
-    size = int(rotation.split("-")[1])
-    padded = math.ceil(length / size) * size
-    hadamard = torch.tensor(
-        [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
-    ).double() / math.sqrt(size)
-    matrix = torch.block_diag(*[hadamard] * (padded // size))
-    if signs is not None:
-        matrix = torch.diag(signs.double()) @ matrix
-    return matrix[:length]
 
 
 def one_pass(layer, x, grad, autocast=False) -> list[torch.Tensor]:

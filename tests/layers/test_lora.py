@@ -183,45 +183,64 @@ def test_training_moves_adapters_and_not_one_bit_of_the_base(load, kind):
     assert len(after) == kind.factors and not any(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_several_adapters_and_none(load, kind):
+def test_adapters_are_switched_removed_and_unloaded(load, kind):
     base = load(kind.family, **kind.scheme)
     plain = base(IDS).logits
     model = with_lora(base, std=0.05, **kind.lora)
     first = model(IDS).logits
+    assert not torch.equal(first, plain)
+
     model.add_adapter("second", LoraConfig(r=2, **kind.lora))
     fill(model, "second", 0.07)
-    assert count(model, kind.layer) == kind.layers
     model.set_adapter("second")
-    second = model(IDS).logits
-    assert not torch.equal(first, second) and not torch.equal(first, plain)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name in factors(model) if ".second." in name} and len(trained) == kind.factors
+    assert not torch.equal(model(IDS).logits, first)
     with model.disable_adapter():
         assert torch.equal(model(IDS).logits, plain)
+
     model.set_adapter("default")
     assert torch.equal(model(IDS).logits, first)
     model.delete_adapter("second")
-    model.set_adapter("default")
     assert torch.equal(model(IDS).logits, first)
     assert torch.equal(model.unload()(IDS).logits, plain)
 
 
-def test_adapters_round_trip_over_a_base_quantized_anew_and_over_a_saved_one(load, kind, tmp_path):
+def test_the_adapter_that_is_set_trains_alone(load, kind):
+    model = with_lora(load(kind.family, **kind.scheme), **kind.lora)
+    model.add_adapter("second", LoraConfig(r=2, **kind.lora))
+    model.set_adapter("second")
+    assert count(model, kind.layer) == kind.layers
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name in factors(model) if ".second." in name}
+    assert len(trained) == kind.factors
+
+
+def test_files_of_an_adapter_hold_its_factors_alone(load, kind, tmp_path):
+    with_lora(load(kind.family, **kind.scheme), **kind.lora).save_pretrained(tmp_path)
+    files = {file.name for file in tmp_path.iterdir()}
+    assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    names = load_file(tmp_path / "adapter_model.safetensors").keys()
+    assert len(names) == kind.factors
+    assert all("lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["quantized again", "saved"])
+def test_adapters_round_trip(load, kind, tmp_path, is_saved):
     base = load(kind.family, **kind.scheme)
     base.save_pretrained(tmp_path / "base")
     model = with_lora(base, std=0.05, **kind.lora)
     expected = model(IDS).logits
     model.save_pretrained(tmp_path / "adapter")
-    files = {file.name for file in (tmp_path / "adapter").iterdir()}
-    assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
-    assert len(names) == kind.factors and all("lora_" in name for name in names)
-    for base in (AutoModelForCausalLM.from_pretrained(tmp_path / "base"), load(kind.family, **kind.scheme)):
-        again = PeftModel.from_pretrained(base, tmp_path / "adapter")
-        assert count(again, kind.layer) == kind.layers
-        assert torch.equal(again(IDS).logits, expected)
-        assert again.peft_config["default"].base_quantization["mode"] == kind.scheme["mode"]
-        assert not any("lora_" in name and p.requires_grad for name, p in again.named_parameters())
+
+    if is_saved:
+        other_base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    else:
+        other_base = load(kind.family, **kind.scheme)
+    again = PeftModel.from_pretrained(other_base, tmp_path / "adapter")
+
+    assert count(again, kind.layer) == kind.layers
+    assert torch.equal(again(IDS).logits, expected)
+    assert again.peft_config["default"].base_quantization["mode"] == kind.scheme["mode"]
+    assert not any("lora_" in name and p.requires_grad for name, p in again.named_parameters())
     again.load_adapter(tmp_path / "adapter", "trainable", is_trainable=True)
     again.set_adapter("trainable")
     assert len(gradients(again)) == kind.factors

@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on experts, packed and trainable: values and gradients against sums of weights, merging, other engines."""
 
-import copy
 import functools
 
 import lora_models
 import pytest
 import torch
 from grpo_runs import trainer_factory
-from lora_models import IDS, gradients, qat, same_tensors, stored
-from peft import LoraConfig, PeftModel, prepare_model_for_kbit_training
-from peft.tuners.lora.layer import ParamWrapper
+from lora_models import IDS, changes_of, experts_of, gradients, qat, same_tensors, stored, summed_twin, wrappers
+from peft import LoraConfig, prepare_model_for_kbit_training
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import merge_adapters, quantize
 from hf_mxfp4.integrations import peft as adapters
 from hf_mxfp4.integrations.peft import (
-    MXFP4LoraExpertParameter,
     MXFP4LoraLinear,
     MXFP4LoraPackedExpertParameter,
 )
-from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
 from hf_mxfp4.numerics import apply_scheme
 
 
@@ -36,53 +32,6 @@ def with_parameters(model, std=0.01, **options):
     """Adapters of experts alone, unless the options name other targets."""
     targets = {"target_modules": [], "target_parameters": TARGETS}
     return lora_models.with_lora(model, std=std, **{**targets, **options})
-
-
-WRAPPERS = (MXFP4LoraExpertParameter, MXFP4LoraPackedExpertParameter)
-
-
-def wrappers(model) -> dict[str, ParamWrapper]:
-    """The adapters of a layer of experts by the names of their parameters."""
-    return {m.parameter_name: m for m in model.modules() if isinstance(m, WRAPPERS)}
-
-
-def experts_of(model) -> MXFP4Experts | MXFP4PackedExperts:
-    return next(m for m in model.modules() if isinstance(m, (MXFP4Experts, MXFP4PackedExperts)))
-
-
-def changes_of(module: torch.nn.Module, name: str = "default") -> dict[str, torch.Tensor]:
-    """Return what an adapter of experts adds to each projection, in the layout of the model.
-
-    For trainable experts these are PEFT's own sums, rounded to the dtype of the model.
-    """
-    found = {}
-    for projection, wrapper in wrappers(module).items():
-        if isinstance(wrapper, MXFP4LoraExpertParameter):
-            found[projection] = wrapper.get_delta_weight(name)
-        else:
-            a, b = wrapper.expert_factors(name)
-            delta = wrapper.scaling[name] * torch.einsum("enr,erk->enk", b, a)
-            found[projection] = delta.transpose(1, 2) if wrapper.get_base_layer().is_transposed else delta
-    return found
-
-
-def summed_twin(model: PeftModel):
-    """Return a plain model of weights ``Q(W) + s B A`` for experts, differentiable in the factors of ``model``, and
-    ``Q(W)`` for linear layers."""
-    twin = copy.deepcopy(model.get_base_model())
-    for name, module in list(twin.named_modules()):
-        if name.endswith(".experts") and isinstance(module, WRAPPERS):
-            layer = model.get_base_model().get_submodule(name)
-            plain = experts_of(module).to_experts(torch.float32)
-            for projection, delta in changes_of(layer).items():
-                weight = getattr(plain, projection).detach() + delta
-                del plain._parameters[projection]
-                setattr(plain, projection, weight)
-            twin.set_submodule(name, plain)
-        elif hasattr(module, "to_linear"):
-            twin.set_submodule(name, module.to_linear().requires_grad_(False))
-    twin.config._experts_implementation = "eager"
-    return twin
 
 
 @pytest.mark.parametrize(("family", "width"), [("qwen3_moe", 32), ("qwen2_moe", 32), ("mixtral", 96), ("gpt_oss", 96)])

@@ -5,14 +5,13 @@ import copy
 import functools
 import pickle
 
+import moe_models
 import pytest
-import test_experts
 import torch
-from lora_models import IDS, UP, with_lora
+from lora_models import IDS, UP, changes_of, summed_twin, with_lora
 from passes import passes
+from rotations import rotation_matrix
 from same_bits import assert_same
-from test_gemm_schemes import rotation_matrix
-from test_lora_experts import changes_of, summed_twin
 from tiny_models import make_model
 from torch import nn
 
@@ -24,7 +23,7 @@ from hf_mxfp4.ops import GemmSpec, weight_operand
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
 CONFIG = MXFP4RLConfig()
-routing = functools.partial(test_experts.routing, 19, dtype=torch.float32)
+routing = functools.partial(moe_models.routing, 19, dtype=torch.float32)
 
 
 def twins(family="qwen3_moe", config=CONFIG, dtype=torch.float32):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from test_experts import routing
+from moe_models import routing
 from tiny_models import make_model
 from torch.autograd.graph import saved_tensors_hooks
 
