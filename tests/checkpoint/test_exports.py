@@ -4,6 +4,7 @@ weights, plain and trained ones, are quantized once."""
 
 import json
 import math
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
 from hf_mxfp4.checkpoint.formats import FORMATS
+from hf_mxfp4.cli import convert
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -28,6 +30,11 @@ QUARK_TENSOR = {
     "observer_cls": "PerBlockMXObserver", "qscheme": "per_group", "round_method": "half_even",
     "scale_calculation_mode": "even", "scale_format": "e8m0", "scale_type": "float", "symmetric": None,
 }  # fmt: skip
+
+
+def test_the_command_offers_every_format():
+    choices = get_type_hints(convert.export)["format"]
+    assert set(get_args(choices)) == set(FORMATS)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from .quark import QuarkFormat
 
 
 _NVFP4 = NVFP4Format()
-#: A new format is one more module, and one more line here.
+#: A new format is one more module, one more line here, and one more choice of `hf-mxfp4 export --format`.
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
