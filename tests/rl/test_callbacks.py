@@ -191,10 +191,11 @@ SCHEMES = {
 @pytest.mark.parametrize("name", SCHEMES)
 def test_measuring_changes_no_bit_of_training(build, tmp_path, name):
     metrics = [metric for measurement in MEASUREMENTS.values() for metric in measurement.metrics]
+    options = {measurement.option for measurement in MEASUREMENTS.values()}
     weights, losses = [], []
     for every in (0, 1):
         policy = mixture(tmp_path / "moe", MXFP4RLConfig(**SCHEMES[name]))
-        trainer = build(policy=policy, error_every=every, max_steps=2)
+        trainer = build(policy=policy, max_steps=2, **dict.fromkeys(options, every))
         trainer.train()
         assert [metric for metric in metrics if logged(trainer, metric)] == (metrics if every else [])
         weights.append(trainer.model.state_dict())
