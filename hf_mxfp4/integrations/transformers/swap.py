@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -184,12 +183,14 @@ def conversions_from_plain(model: nn.Module) -> list[WeightConverter]:
 def forget_conversions(model: nn.Module) -> None:
     """Save the weights of linear layers under the names and in the layout that they have in ``model``."""
     conversions = getattr(model, "_weight_conversions", None)
-    if conversions:
-        model._weight_conversions = [conversion for conversion in conversions if not _is_from_plain(conversion)]
-
-
-def _is_from_plain(conversion: Any) -> bool:
-    return any(isinstance(operation, FromPlain) for operation in getattr(conversion, "operations", ()))
+    if not conversions:
+        return
+    kept = []
+    for conversion in conversions:
+        operations = getattr(conversion, "operations", ())
+        if not any(isinstance(operation, FromPlain) for operation in operations):
+            kept.append(conversion)
+    model._weight_conversions = kept
 
 
 def refuse_parallel_plan(model: nn.Module) -> None:
