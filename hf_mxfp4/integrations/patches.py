@@ -7,7 +7,6 @@ and PEFT's custom modules for LoRA. Not here are the entry in transformers' tabl
 ([`hf_mxfp4.registration`]), and how quantized models are saved ([`hf_mxfp4.checkpoint`]).
 """
 
-import contextlib
 import copy
 import functools
 import sys
@@ -38,7 +37,10 @@ def patch_method(cls: type, name: str, around: Callable[..., Any]) -> None:
     @functools.wraps(getattr(cls, name))
     def method(self, *args, **kwargs):
         # Looked up at each call where it is inherited: others replace the method of a base class too.
-        original = getattr(super(cls, self), name) if own is None else functools.partial(own, self)
+        if own is None:
+            original = getattr(super(cls, self), name)
+        else:
+            original = functools.partial(own, self)
         return around(self, original, *args, **kwargs)
 
     setattr(method, _MARK, True)
@@ -78,22 +80,30 @@ def patch_model_class(cls: type) -> None:
 
 
 def _generate(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with cached_weights(model) if _keeps_weights(model) else contextlib.nullcontext():
+    if not _keeps_weights(model):
+        return original(*args, **kwargs)
+    with cached_weights(model):
         return original(*args, **kwargs)
 
 
 def _keeps_weights(model: nn.Module) -> bool:
     """Return whether quantized weights fit on the device together, unlike those of a model that accelerate offloads."""
-    hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
-    hooks += [hook for outer in hooks for hook in getattr(outer, "hooks", ())]
-    return is_quantized(model) and not any(getattr(hook, "offload", False) for hook in hooks)
+    if not is_quantized(model):
+        return False
+    hooks = []
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        hooks += [hook, *getattr(hook, "hooks", ())]  # of a SequentialHook
+    return not any(getattr(hook, "offload", False) for hook in hooks)
 
 
 def _num_parameters(
     model: nn.Module, original: Callable[..., int], only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
     count = original(only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
-    return count if only_trainable else count + uncounted_weights(model)
+    if only_trainable:  # packed weights are frozen
+        return count
+    return count + uncounted_weights(model)
 
 
 def _load_adapter(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -168,10 +178,12 @@ def check_trainer() -> None:
     """
     trainer, _ = _loading_trainer()
     names = {cls.__name__ for cls in type(trainer).__mro__}
-    ours = next((f"MXFP4{name}" for name in ("AsyncGRPOTrainer", "GRPOTrainer") if name in names), None)
     pushes = "AsyncGRPOTrainer" in names or getattr(getattr(trainer, "args", None), "use_vllm", False)
     if pushes and not any(name.startswith("MXFP4") for name in names):
-        advice = "set use_vllm=False" if ours is None else f"use hf_mxfp4.rl.{ours} in its place"
+        advice = "set use_vllm=False"
+        for name in ("GRPOTrainer", "AsyncGRPOTrainer"):
+            if name in names:
+                advice = f"use hf_mxfp4.rl.MXFP4{name} in its place"
         raise ValueError(
             f"trl's {type(trainer).__name__} would push the master weights of this policy to vLLM, which would sample "
             f"from them unquantized; {advice}"

@@ -34,9 +34,11 @@ _LAST = ("down_proj",)
 
 def quantized_experts(model: nn.Module) -> dict[str, MXFP4Experts | MXFP4PackedExperts]:
     """Return the quantized experts of a model by the names that they have without adapters."""
-    kinds = (MXFP4Experts, MXFP4PackedExperts)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    return {name.replace(".base_layer", ""): module for name, module in found.items()}
+    experts = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (MXFP4Experts, MXFP4PackedExperts)):
+            experts[name.replace(".base_layer", "")] = module
+    return experts
 
 
 def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) -> None:
@@ -66,12 +68,11 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
         if is_all_linear or names_no_expert:
             _set(config, given)  # PEFT replaces a pattern by the ends of names, which can match more
     else:
-        parameters = config.target_parameters or ()
-        linears = [
-            name
-            for name in _names_of(model, is_linear)
-            if not any(_names_any(target, [f"{name}.weight"]) for target in parameters)
-        ]
+        # Put back the names of linear layers. Those whose weight is a target parameter have their adapter there.
+        linears = []
+        for name in _names_of(model, is_linear):
+            if not any(_names_any(target, [f"{name}.weight"]) for target in config.target_parameters or ()):
+                linears.append(name)
         put_back = {target for target in targets if _names_any(target, linears)}
         config.target_modules = put_back.union(config.target_modules)
         if config.use_rslora:
@@ -81,6 +82,7 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
 
 
 def _set(config: LoraConfig, given: dict[str, Any]) -> None:
+    """Give a config the options that the user gave it."""
     for option, value in given.items():
         setattr(config, option, copy.copy(value))
 
@@ -96,8 +98,8 @@ def _target_whole_experts(
         config.target_modules = {target for target in config.target_modules if not _names_any(target, named)}
     parameters = set(config.target_parameters or ())
     for name, layer in named.items():
-        short = name.rpartition(".")[2] if are_all else name
-        parameters |= {f"{short}.{projection}" for projection in layer.projections}
+        target = name.rpartition(".")[2] if are_all else name
+        parameters |= {f"{target}.{projection}" for projection in layer.projections}
         for option in _PATTERNS:
             patterns = getattr(config, option) or {}
             for key in [key for key in patterns if re.match(rf"(.*\.)?({key})$", name)]:
@@ -106,6 +108,7 @@ def _target_whole_experts(
 
 
 def _names_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[str]:
+    """Return the names of some modules that they have without adapters, each once."""
     names = [name for name, module in model.named_modules() if is_wanted(module) and ".lora_" not in name]
     return list(dict.fromkeys(name.replace(".base_layer", "") for name in names if name))
 
@@ -120,7 +123,9 @@ def _names_any(target: str, names: Iterable[str]) -> bool:
 
 def _flat(side: str, stacked: torch.Tensor) -> torch.Tensor:
     """Return factors ``A`` ``[experts, r, K]`` or ``B`` ``[experts, N, r]`` as PEFT lays them out."""
-    return stacked.flatten(0, 1) if side == "A" else stacked.permute(1, 2, 0).flatten(1, 2)
+    if side == "A":
+        return stacked.flatten(0, 1)
+    return stacked.permute(1, 2, 0).flatten(1, 2)
 
 
 def with_peft_layout(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,7 +137,8 @@ def with_peft_layout(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             module = owner[: -len(".lora_A")]
             side = owner[-1]
             inner = ".base_layer" if projection in _FIRST else ""
-            key, tensor = f"{module}{inner}.lora_{side}.weight", _flat(side, tensor)
+            key = f"{module}{inner}.lora_{side}.weight"
+            tensor = _flat(side, tensor)
         result[key] = tensor
     return result
 
@@ -145,8 +151,10 @@ class _Flatten(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
         """Map ``{pattern: [tensor]}`` to the tensor in PEFT's layout."""
-        (value,) = input_dict.values()
-        return {kwargs["target_patterns"][0]: _flat(self.side, value[0] if isinstance(value, list) else value)}
+        (tensor,) = input_dict.values()
+        if isinstance(tensor, list):
+            tensor = tensor[0]
+        return {kwargs["target_patterns"][0]: _flat(self.side, tensor)}
 
 
 def conversions_to_peft_layout(adapter_name: str) -> list[WeightConverter]:

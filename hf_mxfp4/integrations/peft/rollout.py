@@ -34,14 +34,19 @@ def has_inseparable_adapters(model: nn.Module) -> bool:
 
 def adapter_rank(model: nn.Module) -> int:
     """Return the largest rank that active adapters have together on one quantized linear layer; 0 without any."""
-    layers = [module for module in model.modules() if isinstance(module, _ON_LINEARS)]
-    return max((sum(layer.r[adapter] for adapter in _active(layer)) for layer in layers), default=0)
+    largest = 0
+    for module in model.modules():
+        if isinstance(module, _ON_LINEARS):
+            rank = sum(module.r[adapter] for adapter in _active(module))
+            largest = max(largest, rank)
+    return largest
 
 
 def _active(module: BaseTunerLayer) -> list[str]:
     """Return the adapters that a layer computes with beside its weight."""
-    names = [] if module.disable_adapters or module.merged else module.active_adapters
-    return [name for name in names if name in module.lora_A]
+    if module.disable_adapters or module.merged:
+        return []
+    return [name for name in module.active_adapters if name in module.lora_A]
 
 
 def adapter_factors(
@@ -69,7 +74,10 @@ def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _factors(layer: nn.Linear, module: LoraLinear | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    adapters = [] if module is None else _active(module)
+    """Return ``A`` and ``B`` of all active adapters of ``module`` on ``layer``, one after the other along the rank."""
+    adapters = []
+    if module is not None:
+        adapters = _active(module)
     if not adapters:
         device = layer.weight.device
         return torch.zeros(1, layer.in_features, device=device), torch.zeros(layer.out_features, 1, device=device)
@@ -88,21 +96,26 @@ def adapter_sums(model: PeftModel) -> dict[str, Callable[[], torch.Tensor]]:
     for name, module in _plain_modules(model):
         if not isinstance(module, BaseTunerLayer):
             continue
-        adapters = _active(module) if isinstance(module, (LoraLinear, ParamWrapper)) else None
-        if adapters is None or any(name in module.lora_variant or module.lora_bias.get(name) for name in adapters):
+        is_lora = isinstance(module, (LoraLinear, ParamWrapper))
+        adapters = _active(module) if is_lora else []
+        does_more = any(adapter in module.lora_variant or module.lora_bias.get(adapter) for adapter in adapters)
+        if not is_lora or does_more:
             raise ValueError(
                 f"{name} has an adapter of {type(module).__name__} that does more than add to the weight, which cannot "
                 "be given to another engine; use plain LoRA, leave the layer out of the adapter's targets, or set "
                 "use_vllm=False"
             )
         if adapters:
-            parameter_name = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+            parameter_name = "weight"
+            if isinstance(module, ParamWrapper):
+                parameter_name = module.parameter_name
             sums[f"{name}.{parameter_name}"] = partial(_sum_of_weights, module, adapters)
     return sums
 
 
 @torch.no_grad()
 def _sum_of_weights(module: LoraLinear | ParamWrapper, adapters: list[str]) -> torch.Tensor:
+    """Return what adapters add to the parameter that they are on, in float32 and in full."""
     delta = module.get_delta_weight
     if isinstance(module, MXFP4LoraExpertParameter) and module.is_on_weight:
         delta = module.delta
@@ -212,4 +225,6 @@ def _without_wrapper(name: str, model: PeftModel) -> str | None:
         return None
     for adapter in model.active_adapters:
         name = name.replace(f".modules_to_save.{adapter}.", ".")
-    return None if ".modules_to_save." in name else name
+    if ".modules_to_save." in name:  # of an adapter that is not active
+        return None
+    return name

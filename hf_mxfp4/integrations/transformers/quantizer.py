@@ -67,6 +67,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         self._wrap_methods()  # a model that was unpickled has not been loaded here
 
     def _wrap_methods(self) -> None:
+        """Have methods of the model's class do what quantized models need."""
         if self.model_class is not None:
             wrap_saving(self.model_class)
             patch_model_class(self.model_class)
@@ -95,11 +96,13 @@ class MXFP4RLQuantizer(HfQuantizer):
         files = checkpoint_files or ()
         headers = [read_header(file) for file in files if str(file).endswith(".safetensors")]
         reasons = self._choose_layers(model, tensors_by_name(headers))
-        make = partial(swap.from_plain, is_empty=True) if self._packed and not self.pre_quantized else None
-        self._skipped = swap.quantize_linears(model, self.quantization_config, make, reasons)[1]
+        make = None
+        if self._packed and not self.pre_quantized:
+            make = partial(swap.from_plain, is_empty=True)
+        _, self._skipped = swap.quantize_linears(model, self.quantization_config, make, reasons)
         self._conversions = swap.conversions_from_plain(model)
-        experts = MXFP4Experts, MXFP4PackedExperts
-        if kwargs.get("use_kernels") and any(isinstance(module, experts) for module in model.modules()):
+        has_experts = any(isinstance(module, (MXFP4Experts, MXFP4PackedExperts)) for module in model.modules())
+        if kwargs.get("use_kernels") and has_experts:
             raise ValueError(
                 "use_kernels=True lets transformers replace whole layers of experts by kernels that compute in full "
                 "precision; load the model without it, or add 'experts' to modules_to_not_convert"
@@ -120,11 +123,16 @@ class MXFP4RLQuantizer(HfQuantizer):
         given = config.modules_to_not_convert or ()
         record = config.full_precision
         unknown = unknown_names(model, (*given, *(record or ())))
-        names = FileNames(model, tensors if self.pre_quantized or record is not None or unknown else {})
+        if not self.pre_quantized and record is None and not unknown:
+            # The names in the files decide nothing here.
+            names = FileNames(model, {})
+        else:
+            names = FileNames(model, tensors)
         if unknown:
+            # They are those of the files, or of the model that was saved: another class may load it.
             names.saver = saver_names(model, tensors)
-            own = translate_names(model, given, names.others, names.absent)
-            config = replace(config, modules_to_not_convert=own or None).keeping(record)
+            known = translate_names(model, given, names.others, names.absent)
+            config = replace(config, modules_to_not_convert=known or None).keeping(record)
         if self._packed and self.pre_quantized and tensors:
             if all(tensor.dtype != torch.uint8 for tensor in tensors.values()):
                 raise ValueError(
@@ -144,8 +152,11 @@ class MXFP4RLQuantizer(HfQuantizer):
         return isinstance(layer, PACKED) and name in weight_names(layer)
 
     def param_element_size(self, model, param_name: str, param) -> float:
-        """Bytes per element, for `device_map="auto"`: two codes share a byte; the scales are counted by themselves."""
-        return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
+        """Return bytes per element, for `device_map="auto"`: two codes share a byte; the scales are counted by
+        themselves."""
+        if self.param_needs_quantization(model, param_name):
+            return 0.5
+        return param.element_size()
 
     def get_weight_conversions(self):
         return self._conversions
@@ -167,7 +178,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         swap.tie_packed(model)
         if self._loads:
             swap.check_loaded(model)
-        model.quantization_report = report = self._report(model)
+        report = self._report(model)
+        model.quantization_report = report
         get_logger().info("%s: %s", type(model).__name__, report)
         if self._loads and report.masters_on_grid:
             get_logger().warning(
@@ -204,16 +216,22 @@ class MXFP4RLQuantizer(HfQuantizer):
             warn_of_slow_bfloat16()
 
     def _report(self, model) -> QuantizationReport:
+        """Smooth and dither trainable weights as the config says, and report what was done to the model."""
         smoothing = self._smooth(model)
-        dithers = self._loads and not self._packed and self.quantization_config.dither_ties
-        dither = dither_masters(model) if dithers else None
+        dither = None
+        if self._loads and not self._packed and self.quantization_config.dither_ties:
+            dither = dither_masters(model)
         n_weights, packed_bytes = count_weights(model)
+        if self._packed:
+            sqnr_db = weight_sqnr(self.error_energies)  # measured when they were packed
+        else:
+            sqnr_db = master_sqnr(model)
         return QuantizationReport(
             scheme=self.quantization_config.describe(),
             quantized=tuple(swap.quantized_names(model)),
             skipped=tuple(self._skipped),
             skip_reasons=self._skipped,
-            sqnr_db=weight_sqnr(self.error_energies) if self._packed else master_sqnr(model),
+            sqnr_db=sqnr_db,
             n_weights=n_weights,
             packed_bytes=packed_bytes,
             dither=dither,
@@ -244,7 +262,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         """[`dequantize`] of a model that may have no quantized layer any more."""
         swap.check_here(model)
         swap.forget_conversions(model)
-        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
+        modules = model.named_modules(remove_duplicate=False)
+        layers = {name: module for name, module in modules if isinstance(module, QUANTIZED)}
         swap.swap_layers(model, layers, lambda layer, name: swap.to_plain(layer, dtype))
         # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
         for parameter in model.parameters():
@@ -263,7 +282,9 @@ class MXFP4RLQuantizer(HfQuantizer):
     @property
     def recorded_sqnr_db(self) -> float | None:
         """SQNR of packed weights in decibels, measured when they were packed, now or before they were saved."""
-        return weight_sqnr(self.error_energies) if self.record == {} else self.record["weight_sqnr_db"]
+        if self.record:
+            return self.record["weight_sqnr_db"]
+        return weight_sqnr(self.error_energies)
 
     def is_serializable(self) -> bool:
         return True
@@ -316,9 +337,10 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     def make(layer: nn.Module, name: str) -> nn.Module:
         _check_weights(name, layer)
         packed = swap.from_plain(layer, config, name)
-        tensors = {own: getattr(packed, own) for own in packed.shapes()}
-        for own in weight_names(packed):
-            swap.add_error(energies, packed, own, _weight(layer, own).detach(), tensors)
+        tensors = {tensor_name: getattr(packed, tensor_name) for tensor_name in packed.shapes()}
+        for weight_name in weight_names(packed):
+            master = _weight(layer, weight_name).detach()
+            swap.add_error(energies, packed, weight_name, master, tensors)
         bar.update()
         return packed
 
