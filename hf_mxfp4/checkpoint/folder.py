@@ -81,12 +81,18 @@ class NewTensor(TensorInfo):
     make: Callable[[], torch.Tensor]
 
     def to(self, dtype: torch.dtype) -> "NewTensor":
+        """Return the tensor in another dtype."""
         return replace(self, dtype=dtype, make=lambda: self.make().to(dtype))
 
 
 def cast_tensors(tensors: Iterable[NewTensor], cast: Set[str], dtype: torch.dtype) -> list[NewTensor]:
     """Return ``tensors`` with those that ``cast`` names in ``dtype``."""
-    return [tensor.to(dtype) if tensor.name in cast else tensor for tensor in tensors]
+    result = []
+    for tensor in tensors:
+        if tensor.name in cast:
+            tensor = tensor.to(dtype)
+        result.append(tensor)
+    return result
 
 
 def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[str, torch.Tensor]]) -> list[NewTensor]:
@@ -227,8 +233,10 @@ def model_class(config: Mapping[str, Any], where: Any) -> type[Any]:
     """Return the first of the ``architectures`` in a config. Raises [`RemoteCodeError`] if transformers lacks it."""
     import transformers
 
+    name = None
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
+    if isinstance(names, list) and names:
+        name = names[0]
     architecture = getattr(transformers, str(name), None)
     if not isinstance(architecture, type) or not issubclass(architecture, transformers.PreTrainedModel):
         raise RemoteCodeError(
@@ -245,8 +253,10 @@ def refuse_kernels(config: Any, where: Any) -> None:
     if not isinstance(config, Mapping):
         return
     for key, value in config.items():
-        kinds = value.values() if isinstance(value, Mapping) else [value]
-        if "_implementation" in str(key) and any("/" in str(kind) for kind in kinds):
+        implementations = [value]
+        if isinstance(value, Mapping):  # by part of the model
+            implementations = list(value.values())
+        if "_implementation" in str(key) and any("/" in str(name) for name in implementations):
             raise RemoteCodeError(
                 f"{where} asks for the kernel {value!r} ({key}), which is code from the Hub; remove the entry to use "
                 "the model"
@@ -301,16 +311,20 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     name = weights_name(folder, config)
     if name is None:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
-    weight_map = read_index(folder / name) if name.endswith(".json") else {}
+    weight_map = {}
+    if name.endswith(".json"):
+        weight_map = read_index(folder / name)
     files = sorted(set(weight_map.values())) or [name]
     tensors = tensors_by_name(read_header(folder / file) for file in files)
     if not tensors:
         raise ShardError(f"{files[0]} holds no tensors")
     places = {tensor.name: tensor.file.name for tensor in tensors.values()}
     if weight_map and weight_map != places:
-        tensor, _ = min(weight_map.items() ^ places.items())
-        place = f"is in {places[tensor]}" if tensor in places else "is in none of the files"
-        raise ShardError(f"{name} places {tensor} in {weight_map.get(tensor)}, but it {place}")
+        misplaced, _ = min(weight_map.items() ^ places.items())
+        place = "in none of the files"
+        if misplaced in places:
+            place = f"in {places[misplaced]}"
+        raise ShardError(f"{name} places {misplaced} in {weight_map.get(misplaced)}, but it is {place}")
     return CheckpointFolder(folder, config, tensors)
 
 
@@ -331,17 +345,20 @@ def check_complete(missing: Set[str], source: str) -> None:
 
 def model_inside(folder: Path) -> Path | None:
     """Return the model or adapter that a training run left in its folder, or else the last of its checkpoints."""
-    models = {file.parent for name in (CONFIG, "adapter_config.json") for file in folder.glob(f"*/{name}")}
-    steps = {path: checkpoint_step(path) for path in models if checkpoint_step(path) is not None}
-    if models - steps.keys():
-        return min(models - steps.keys())
-    return max(steps, key=steps.__getitem__, default=None)
+    files = [*folder.glob(f"*/{CONFIG}"), *folder.glob("*/adapter_config.json")]
+    models = {file.parent for file in files}
+    checkpoints = {path for path in models if checkpoint_step(path) is not None}
+    if models - checkpoints:
+        return min(models - checkpoints)
+    return max(checkpoints, key=checkpoint_step, default=None)
 
 
 def checkpoint_step(folder: str | os.PathLike) -> int | None:
     """Return the step in the name of a training checkpoint's folder; `None` for any other name."""
     match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def weights_name(folder: Path, config: Mapping[str, Any]) -> str | None:

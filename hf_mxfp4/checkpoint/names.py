@@ -82,8 +82,11 @@ class FileNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        prefix = getattr(self._model, "base_model_prefix", "")
-        transforms = get_model_conversion_mapping(self._model) if hasattr(self._model, "base_model_prefix") else []
+        prefix = ""
+        transforms = []
+        if hasattr(self._model, "base_model_prefix"):  # a model of transformers
+            prefix = self._model.base_model_prefix
+            transforms = get_model_conversion_mapping(self._model)
         renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
@@ -91,6 +94,7 @@ class FileNames:
         for name in sorted(stored, key=dot_natural_key):
             place, pattern = rename_source_key(name, renamings, converters, prefix, self._shapes)
             if place not in self._shapes and name in self._shapes:
+                # The file has a name of the model itself, as a Trainer's checkpoints have.
                 place, pattern = rename_source_key(name, [], [], prefix, self._shapes)
             targets = [place]
             if pattern is not None:
@@ -136,6 +140,7 @@ class FileNames:
     @cached_property
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
         """Fused weights of experts -> the tensors that plain files have in their place, experts and rows in order."""
+        # Have transformers save tensors of row numbers, and read off the results what it does with rows.
         pieces = {}
         for name in _fused_weights(self._model):
             n_experts, n_rows, _ = self._shapes[name]
@@ -178,7 +183,9 @@ def _module_of(name: str, last: str) -> str:
 def saver_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> FileNames | None:
     """Return the names in the model that wrote the files, by the `config.json` next to them; `None` if that has the
     class of ``model`` or cannot be read."""
-    folder = next(iter(tensors.values())).file.parent if tensors else Path()
+    folder = Path()
+    if tensors:
+        folder = next(iter(tensors.values())).file.parent
     try:
         config = read_json(folder / CONFIG)
         if type(model).__name__ in (config.get("architectures") or ()):
@@ -233,7 +240,9 @@ def _pieces(model: nn.Module, name: str, saved: dict[str, torch.Tensor], n_rows:
     for stored, numbers in saved.items():
         rows = numbers.reshape(-1, 2)[:, 0]
         expert, start = divmod(int(rows[0]), n_rows)
-        step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+        step = 1
+        if len(rows) > 1:
+            step = int(rows[1] - rows[0])
         stop = start + step * len(rows)
         if not torch.equal(rows, expert * n_rows + torch.arange(start, stop, step)):
             raise unknown_layout(model, name)
@@ -259,7 +268,9 @@ class LayerShape:
     @property
     def matrices(self) -> Sequence[int | None]:
         """The experts, or `None` for the one matrix of a linear layer."""
-        return (None,) if self.experts is None else range(self.experts)
+        if self.experts is None:
+            return (None,)
+        return range(self.experts)
 
     @property
     def n_weights(self) -> int:
@@ -273,13 +284,18 @@ class LayerShape:
 
     def weight_name(self, layer: str) -> str:
         """Return the name of the weight in the model: fused ones are layers by themselves."""
-        return f"{layer}.weight" if self.experts is None else layer
+        if self.experts is None:
+            return f"{layer}.weight"
+        return layer
 
     def in_model(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight laid out as in the model, or from that as ``[N, K]``."""
-        return weight.mT if self.transposed else weight
+        if self.transposed:
+            return weight.mT
+        return weight
 
     def pieces_of(self, expert: int) -> list[Piece]:
+        """Return the tensors of plain checkpoints that hold rows of one expert."""
         return [piece for piece in self.pieces if piece.expert == expert]
 
     def meta(self) -> torch.Tensor:
@@ -292,7 +308,10 @@ class LayerShape:
         return {field: self._meta(shape, torch.uint8) for field, shape in shapes.items()}
 
     def _meta(self, matrix: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        shape = matrix if self.experts is None else (self.experts, *matrix)
+        """Return a tensor for the shape of one matrix, or one of all experts."""
+        shape = matrix
+        if self.experts is not None:
+            shape = (self.experts, *matrix)
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -306,7 +325,8 @@ def kept_reasons(
     (``is_quantized``) if the config lists nothing, or modules of another model. Without files, as of a state dict,
     heads stay.
     """
-    model, record = names._model, config.full_precision
+    model = names._model
+    record = config.full_precision
     reasons = skip_reasons(model, config.modules_to_not_convert or ())
     if not is_quantized and (record is None or unknown_names(model, record)):
         return reasons

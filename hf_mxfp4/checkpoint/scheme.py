@@ -44,15 +44,20 @@ def _guarded(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> dict[str, 
 
 def _has_text(name: str, part: Any) -> bool:
     """Return whether an entry of a `config.json` is the config of the text decoder, or contains it."""
-    return isinstance(part, Mapping) and (name == "text_config" or any(_has_text(*inner) for inner in part.items()))
+    if not isinstance(part, Mapping):
+        return False
+    return name == "text_config" or any(_has_text(key, value) for key, value in part.items())
 
 
 def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without the scheme and the key."""
     plain = {}
     for name, value in config.items():
-        if name not in ("quantization_config", WEIGHTS_KEY):
-            plain[name] = without_scheme(value) if _has_text(name, value) else value
+        if name in ("quantization_config", WEIGHTS_KEY):
+            continue
+        if _has_text(name, value):
+            value = without_scheme(value)
+        plain[name] = value
     return plain
 
 
@@ -61,7 +66,9 @@ def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
     `config.json`); `None` for another method's, and for none. Raises as [`MXFP4RLConfig.from_dict`] does."""
     if not quantization:
         return None
-    options = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    options = quantization
+    if not isinstance(quantization, dict):
+        options = quantization.to_dict()
     if options.get("quant_method") != QUANT_METHOD:
         return None
     return MXFP4RLConfig.from_dict(options)
@@ -91,7 +98,8 @@ def unguard(config: Any) -> None:
     if not str(getattr(config, WEIGHTS_KEY, ".json")).endswith((".safetensors", ".json")):
         delattr(config, WEIGHTS_KEY)
     for name in getattr(config, "sub_configs", ()):
-        if (part := getattr(config, name, None)) is not None and hasattr(part, WEIGHTS_KEY):
+        part = getattr(config, name, None)
+        if part is not None and hasattr(part, WEIGHTS_KEY):
             remove_scheme(part)
 
 
@@ -115,7 +123,9 @@ def check_checkpoint(files: Sequence[str], headers: Sequence[FileHeader], config
             f"{min(unread).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
             "read from no other format"
         )
-    tensors = tensors_by_name(headers) if config.mode == "packed" else {}
+    tensors = {}
+    if config.mode == "packed":
+        tensors = tensors_by_name(headers)
     scales = [name for name in tensors if name.endswith(("weight_scale", "proj_scale"))]
     for name in [*scales, *(name.removesuffix("_scale") for name in scales)]:
         if name in tensors and tensors[name].dtype != torch.uint8:
@@ -152,7 +162,9 @@ def read_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[st
         return {}
     try:
         record = json.loads(text)
-        version, meaning, _ = (record[key] for key in ("format_version", "meaning", "weight_sqnr_db"))
+        version = record["format_version"]
+        meaning = record["meaning"]
+        record["weight_sqnr_db"]  # an error if it is missing
     except (ValueError, KeyError, TypeError) as error:
         raise ShardError(f"{first} is damaged: the scheme in its header cannot be read") from error
     if version != FORMAT_VERSION:

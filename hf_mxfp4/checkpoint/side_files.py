@@ -72,7 +72,8 @@ def _vocabulary_files(contents: dict[str, dict[str, Any]]) -> set[str]:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     names = {content.get("tokenizer_class") for content in contents.values()}
-    names.add(TOKENIZER_MAPPING_NAMES.get(str(contents.get(CONFIG, {}).get("model_type"))))
+    model_type = contents.get(CONFIG, {}).get("model_type")
+    names.add(TOKENIZER_MAPPING_NAMES.get(str(model_type)))
     files: set[str] = set()
     for name in names:
         if isinstance(name, str):
@@ -90,7 +91,10 @@ def _code_files(folder: Path, auto_map: Any) -> set[Path]:
         return set()
     names: list[Any] = []
     for classes in auto_map.values():
-        names += classes if isinstance(classes, list) else [classes]
+        if isinstance(classes, list):  # the slow and the fast tokenizer
+            names += classes
+        else:
+            names.append(classes)
     files: set[Path] = set()
     for name in names:
         module = folder / f"{str(name).partition('.')[0]}.py"  # "repository--module.Class" is not in the folder
@@ -104,6 +108,7 @@ def _code_files(folder: Path, auto_map: Any) -> set[Path]:
 def _is_inside(file: Path, folder: Path) -> bool:
     """Return whether a file is in a folder after links are followed, or in the Hub's cache, where the folder
     ``snapshots/<commit>`` consists of links to ``blobs``."""
-    folder, real = folder.resolve(), file.resolve()
-    is_cached = folder.parent.name == "snapshots" and real.parent == folder.parent.parent / "blobs"
-    return is_cached or real.is_relative_to(folder)
+    folder = folder.resolve()
+    file = file.resolve()
+    is_cached = folder.parent.name == "snapshots" and file.parent == folder.parent.parent / "blobs"
+    return is_cached or file.is_relative_to(folder)

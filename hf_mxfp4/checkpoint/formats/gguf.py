@@ -219,9 +219,12 @@ class GGUFFormat(PackedFormat):
         if not plain.endswith((".weight", ".bias")):
             plain = f"{plain}.weight"
         if ".experts.gate_up_proj" in plain:
-            gate, up = slice(0, n_rows // 2), slice(n_rows // 2, n_rows)
-            if self._architecture.name == "gpt-oss":
-                gate, up = slice(0, None, 2), slice(1, None, 2)
+            if self._architecture.name == "gpt-oss":  # rows of gate and up alternate
+                gate = slice(0, None, 2)
+                up = slice(1, None, 2)
+            else:
+                gate = slice(0, n_rows // 2)
+                up = slice(n_rows // 2, n_rows)
             rows = {plain.replace("gate_up_proj", "gate_proj"): gate, plain.replace("gate_up_proj", "up_proj"): up}
         else:
             rows = {plain: self._order(plain)}
@@ -247,22 +250,28 @@ class GGUFFormat(PackedFormat):
 
     def _parts(self, tensor: NewTensor, dtype: torch.dtype) -> list[NewTensor]:
         """Return the tensors of the file for one that is not quantized, in ``dtype`` if it is a matrix."""
-        of_experts = ".experts." in tensor.name
-        is_transposed = of_experts and len(tensor.shape) == 3 and self._architecture.name == "gpt-oss"
+        is_of_experts = ".experts." in tensor.name
+        is_transposed = is_of_experts and len(tensor.shape) == 3 and self._architecture.name == "gpt-oss"
 
         def select(values: torch.Tensor, rows: Rows) -> torch.Tensor:
             if is_transposed:
                 values = values.mT
-            return values[:, rows] if of_experts else values[rows]
+            if is_of_experts:
+                return values[:, rows]
+            return values[rows]
 
         def part(place: str, rows: Rows) -> NewTensor:
             shape = tuple(select(whole, rows).shape)
-            is_float32 = len(shape) == 1 or place.endswith(".bias") or ".ffn_gate_inp." in place
-            part_dtype = torch.float32 if is_float32 else dtype
+            part_dtype = dtype
+            is_vector = len(shape) == 1 or place.endswith(".bias")
+            is_router = ".ffn_gate_inp." in place
+            if is_vector or is_router:
+                part_dtype = torch.float32
             return NewTensor(place, part_dtype, shape, lambda: select(tensor.make(), rows).to(part_dtype))
 
         whole = torch.empty(tensor.shape, device="meta")
-        n_rows = select(whole, slice(None)).shape[1 if of_experts else 0]
+        axis_of_rows = 1 if is_of_experts else 0
+        n_rows = select(whole, slice(None)).shape[axis_of_rows]
         return [part(place, rows) for place, rows in self._places(tensor.name, n_rows).items()]
 
 
