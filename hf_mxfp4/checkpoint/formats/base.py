@@ -73,8 +73,12 @@ class Format(ABC):
         scheme = config.activation_scheme
         if scheme is None and not self.quantizes_inputs:
             return []
-        before = "not quantized" if scheme is None else f"quantized ({scheme})"
-        after = self.quantized_activations if self.quantizes_inputs else self.activations
+        before = "not quantized"
+        if scheme is not None:
+            before = f"quantized ({scheme})"
+        after = self.activations
+        if self.quantizes_inputs:
+            after = self.quantized_activations
         return [f"Activations were {before}; {after}."]
 
     def full_tensors(self, layer: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -82,7 +86,8 @@ class Format(ABC):
         return plain_tensors(layer, shape, weight)
 
     def others(self, tensors: Sequence[NewTensor], cast: Set[str], dtype: torch.dtype) -> list[NewTensor]:
-        """Return the tensors of the files for those that are not quantized; ``cast`` names those to be in ``dtype``."""
+        """Return the tensors of the files for those that are not quantized; ``cast`` names those to be in ``dtype``.
+        An export is refused if one is left out."""
         return cast_tensors(tensors, cast, dtype)
 
     def write(self, folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
@@ -187,7 +192,9 @@ class RenamedFormat(ImportableFormat):
 
     def plain_name(self, name: str) -> str:
         end = f".{self.names['weight']}"
-        return f"{name.removesuffix(end)}.weight" if name.endswith(end) else name
+        if name.endswith(end):
+            return f"{name.removesuffix(end)}.weight"
+        return name
 
     def marks(self, tensor: StoredTensor) -> bool:
         return tensor.name.endswith(self.names["weight_scale"])
@@ -235,7 +242,9 @@ def expect(where: str, options: Any, expected: Mapping[str, Any]) -> None:
     if not isinstance(options, Mapping):
         raise CheckpointError(f"{where} is {options!r}, not a JSON object")
     for key, value in expected.items():
-        allowed = value if isinstance(value, tuple) else (value,)
+        allowed = value
+        if not isinstance(value, tuple):
+            allowed = (value,)
         if options.get(key) not in allowed:
             names = " or ".join(map(repr, allowed))
             raise CheckpointError(f"{where} has {key}={options.get(key)!r}; only {names} can be imported")

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _O200K_REST = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 #: What text is split by before the bytes are merged -> llama.cpp's name of it.
@@ -53,6 +54,7 @@ class Tokenizer:
         """Add the metadata, those of special tokens and the chat template as the package `gguf` finds them."""
         import gguf
 
+        # llama.cpp calls a tokenizer that merges bytes "gpt2", and one with scores "llama".
         writer.add_tokenizer_model("gpt2" if self.scores is None else "llama")
         writer.add_tokenizer_pre(self.split_name)
         writer.add_token_list(self.tokens)
@@ -79,14 +81,19 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | str:
     known |= {number: token["content"] for number, token in added.items()}
     if max(known, default=0) >= vocab_size:
         return f"the tokenizer has {max(known) + 1} tokens, the model {vocab_size}"
-    merges_bytes = not model.get("byte_fallback")
-    split_name = _split_name(stored) if merges_bytes else "default"
-    if split_name is None:
-        return "llama.cpp has no name for the way in which the tokenizer splits text (pre_tokenizer)"
+    # A model may have room for more tokens than the tokenizer has.
     numbers = range(vocab_size)
     tokens = [known.get(number, f"[PAD{number}]") for number in numbers]
+    merges_bytes = not model.get("byte_fallback")
+    if merges_bytes:
+        split_name = _split_name(stored)
+        scores = None
+    else:
+        split_name = "default"
+        scores = _scores(model["merges"], tokens)
+    if split_name is None:
+        return "llama.cpp has no name for the way in which the tokenizer splits text (pre_tokenizer)"
     kinds = [_kind(known.get(number), added.get(number), merges_bytes) for number in numbers]
-    scores = None if merges_bytes else _scores(model["merges"], tokens)
     return Tokenizer(folder, split_name, tokens, kinds, scores, _prefixes_space(stored))
 
 
@@ -94,7 +101,8 @@ def add_no_tokenizer(writer: "GGUFWriter", config: "PreTrainedConfig") -> None:
     """Say in the metadata that there is no tokenizer, and which numbers begin and end a text."""
     writer.add_tokenizer_model("no_vocab")
     for kind in ("bos", "eos", "pad"):
-        if isinstance(number := getattr(config, f"{kind}_token_id", None), int):
+        number = getattr(config, f"{kind}_token_id", None)
+        if isinstance(number, int):
             getattr(writer, f"add_{kind}_token_id")(number)
 
 
@@ -123,8 +131,9 @@ def _kind(text: str | None, added: dict[str, Any] | None, merges_bytes: bool) ->
     if text is None:
         return TokenType.UNUSED
     if added is not None:
-        is_control = added.get("special") or _LOOKS_SPECIAL.fullmatch(text)
-        return TokenType.CONTROL if is_control else TokenType.USER_DEFINED
+        if added.get("special") or _LOOKS_SPECIAL.fullmatch(text):
+            return TokenType.CONTROL
+        return TokenType.USER_DEFINED
     if not merges_bytes and _BYTE.fullmatch(text):
         return TokenType.BYTE
     return TokenType.NORMAL
@@ -134,6 +143,7 @@ def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
     """Return minus the rank of the first merge that makes a token: llama.cpp merges the highest score first."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
+        # Files have pairs, or in an older form texts with a space between the two.
         token = pair.replace(" ", "", 1) if isinstance(pair, str) else "".join(pair)
         ranks.setdefault(token, rank)
     return [-float(ranks.get(token, len(merges))) for token in tokens]
@@ -142,4 +152,6 @@ def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
 def _prefixes_space(tokenizer: dict[str, Any]) -> bool:
     """Return whether a space comes before text, by the normalizer or the way that text is split."""
     steps = json.dumps([tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")])
-    return '"Prepend"' in steps or '"Metaspace"' in steps and '"prepend_scheme": "never"' not in steps
+    if '"Prepend"' in steps:
+        return True
+    return '"Metaspace"' in steps and '"prepend_scheme": "never"' not in steps

@@ -88,8 +88,10 @@ class NVFP4Format(CompressedTensorsFormat, TensorScaleFormat):
         return notes
 
     def misfits(self, scheme: QuantScheme) -> list[str]:
-        has_mantissas = scheme.macro_block is not None and scheme.macro_search.startswith("block_mantissas")
-        return super().misfits(scheme)[has_mantissas:]
+        misfits = super().misfits(scheme)
+        if scheme.macro_block is not None and scheme.macro_search.startswith("block_mantissas"):
+            return misfits[1:]  # without the macro factors, which come first: block scales hold mantissas
+        return misfits
 
     def top_exponent(self, packed: Packed) -> int:
         """Return the largest exponent of the block scales of a matrix; -127 if all its blocks are zero or NaN."""
@@ -108,6 +110,7 @@ class NVFP4Format(CompressedTensorsFormat, TensorScaleFormat):
             packed: ``weight`` and ``weight_scale`` as in our own files, and block mantissas in ``weight_macro``.
             top: the largest [`top_exponent`] of the matrices that share a tensor scale.
         """
+        # Bring the largest scale to the top of E4M3, by a power of two.
         exponent = max(-_LARGEST_EXPONENT, min(top - _TOP_EXPONENT, _LARGEST_EXPONENT))
         divisor = 2.0**-exponent
         codes = packed["weight"]
@@ -116,6 +119,8 @@ class NVFP4Format(CompressedTensorsFormat, TensorScaleFormat):
         scale = scale.masked_fill(is_empty, 1.0)
         stored = scale.float().to(torch.float8_e4m3fn)
         halves = stored.repeat_interleave(2, dim=1)
+
+        # Blocks whose scale is no E4M3 number, since it is too small: each half gets one of its own.
         is_inexact = (stored.double() != scale) & ~scale.isnan()
         if is_inexact.any():
             codes = codes.unflatten(1, (-1, BLOCK_SIZE // 2)).clone()
@@ -269,8 +274,9 @@ class ModelOptFormat(NVFP4Format):
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         expected = {"quant_algo": tuple(_ALGORITHMS.values()), "kv_cache_scheme": None}
         expect("quantization_config", options, expected)
-        has_inputs = options["quant_algo"] == _ALGORITHMS[True]
-        inputs = {**self.elements, "dynamic": self.inputs} if has_inputs else None
+        inputs = None
+        if options["quant_algo"] == _ALGORITHMS[True]:
+            inputs = {**self.elements, "dynamic": self.inputs}
         group = {"weights": self.elements, "input_activations": inputs, "format": self.format}
         return super().read_config({"config_groups": {"group_0": group}})
 

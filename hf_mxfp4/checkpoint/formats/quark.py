@@ -38,7 +38,9 @@ class QuarkFormat(RenamedFormat):
 
     def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         tensor = {**_TENSOR, **_TENSOR_DETAILS, "scale_calculation_mode": _mode(config)}
-        activations = {**tensor, "is_dynamic": True} if self.quantizes_inputs else None
+        activations = None
+        if self.quantizes_inputs:
+            activations = {**tensor, "is_dynamic": True}
         return {
             "quant_method": self.quant_method,
             "quant_mode": "eager_mode",
@@ -64,8 +66,10 @@ class QuarkFormat(RenamedFormat):
         }
 
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
-        keeps = config.activation_scheme == QuantScheme(ScaleRule(_mode(config)))
-        return [] if keeps and self.quantizes_inputs else super().notes(config, ignored, quantized)
+        keeps_activations = config.activation_scheme == QuantScheme(ScaleRule(_mode(config)))
+        if self.quantizes_inputs and keeps_activations:
+            return []
+        return super().notes(config, ignored, quantized)
 
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         where = "quantization_config"
@@ -77,7 +81,8 @@ class QuarkFormat(RenamedFormat):
             raise CheckpointError(f"{where} has a rotation in algo_config, which this package has no equal of")
         scheme = options.get("global_quant_config")
         expect(f"{where}.global_quant_config", scheme, {"output_tensors": None, "bias": None})
-        weight, activations = scheme.get("weight"), scheme.get("input_tensors")
+        weight = scheme.get("weight")
+        activations = scheme.get("input_tensors")
         expect(f"{where}.global_quant_config.weight", weight, {**_TENSOR, "is_dynamic": (False, None)})
         preset = "w4a16"
         rule = weight.get("scale_calculation_mode")
@@ -93,4 +98,5 @@ class QuarkFormat(RenamedFormat):
 
 
 def _mode(config: MXFP4RLConfig) -> str:
+    """Return the name that Quark has for the scale rule of a config, or for the nearest one."""
     return _MODES.get(ScaleRule(config.scale_rule), "even")

@@ -58,11 +58,11 @@ def check_share(
         advice: what to set instead.
         unit: how many columns belong together in any case.
     """
-    inputs = schemes[1]
     if share == columns:
         return
-    in_rows = isinstance(inputs, QuantScheme) and inputs.macro_block == "row"
-    if in_rows or inputs in (FP8, NVFP4):
+    _, inputs = schemes
+    has_row_factors = isinstance(inputs, QuantScheme) and inputs.macro_block == "row"
+    if has_row_factors or inputs in (FP8, NVFP4):
         raise ValueError(
             f"{name}: tensor parallelism splits the inputs of this layer, and {inputs} needs whole rows; use {advice}"
         )
@@ -115,7 +115,9 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
         rotation = self.scheme.weight_rotation
         schemes = (weights, self.scheme.activation_scheme)
         check_rotation(self.name, input_size, rotation)
-        unit = BLOCK_SIZE if rotation is None else rotation.size
+        unit = BLOCK_SIZE
+        if rotation is not None:
+            unit = rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
         products = LinearScheme(self.scheme.gemms().fprop)
         self._state = PackedState(GemmSpec(products, self.scheme.backend, self.scheme.matmul_backend))
@@ -129,22 +131,38 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
             else:
                 parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, parameter)
-        if rank := self.expected.settings.adapter_rank:
-            sizes = output_partition_sizes, input_size_per_partition
-            make_room(layer, self.name, rank, len(self.parts), *sizes, params_dtype, loader)
+        rank = self.expected.settings.adapter_rank
+        if rank:
+            make_room(
+                layer,
+                self.name,
+                rank,
+                len(self.parts),
+                output_partition_sizes,
+                input_size_per_partition,
+                params_dtype,
+                loader,
+            )
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = compiled_packed_linear(x, layer.weight, bias)  # one operator
-        return add_adapters(y, x, layer) if self.expected.settings.adapter_rank else y
+        if self.expected.settings.adapter_rank:
+            y = add_adapters(y, x, layer)
+        return y
 
     def packed_product(self, codes: torch.Tensor) -> tuple[PackedState, PackedWeight] | None:
         """Return what the operator multiplies with; see [`hf_mxfp4.ops.packed_operators`]."""
         layer = self._layer()
         if layer is None or not is_same_memory(codes, layer.weight):
             return None
-        # vLLM's parameters are of classes of their own; kernels read plain tensors alone.
-        parts = [getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS]
-        return self._state, tuple(None if part is None else part.as_subclass(torch.Tensor) for part in parts)
+        parts = []
+        for name in PACKED_FIELDS:
+            part = None
+            if name in self._names:
+                # vLLM's parameters are of classes of their own; kernels read plain tensors alone.
+                part = getattr(layer, name).as_subclass(torch.Tensor)
+            parts.append(part)
+        return self._state, tuple(parts)
 
 
 class MXFP4RLDenseLinearMethod(_FromOurCheckpoint, UnquantizedLinearMethod):
@@ -196,7 +214,7 @@ class _Down(_Factor):
         if padded.shape[1] != param.shape[1]:  # split by columns
             padded = padded.narrow(1, self._layer().tp_rank * param.shape[1], param.shape[1])
         index = PART_INDEX.get(loaded_shard_id, loaded_shard_id)
-        if index is None and param.shape[0] == self._rank:
+        if index is None and param.shape[0] == self._rank:  # nothing is joined
             index = 0
         if not isinstance(index, int):
             raise ValueError(f"{self._name}: {loaded_shard_id!r} is none of the layers that vLLM has joined in it")
@@ -214,8 +232,10 @@ class _Up(_Factor):
     def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
         """Load ``[N, r]`` in the place of one part's adapter, as vLLM loads the rows of its weight."""
         padded = F.pad(loaded_weight, (0, self._room(loaded_weight.shape[1])))
-        shard = () if loaded_shard_id is None else (loaded_shard_id,)
-        self._loader(self._layer(), param, padded, *shard)
+        if loaded_shard_id is None:
+            self._loader(self._layer(), param, padded)
+        else:
+            self._loader(self._layer(), param, padded, loaded_shard_id)
 
 
 def make_room(
@@ -236,7 +256,9 @@ def make_room(
             f"{name}: vLLM joins {n_parts} layers of checkpoints into {len(rows)} parts, and adapters cannot be told "
             "apart; set adapter_rank=0 and push merged weights"
         )
-    layer.mxfp4_adapter_rows = list(rows) if n_parts == len(rows) else [sum(rows)]
+    layer.mxfp4_adapter_rows = [sum(rows)]
+    if n_parts == len(rows):
+        layer.mxfp4_adapter_rows = list(rows)
     layer.lora_A = _Down(layer, name, rank, (n_parts * rank, columns), dtype)
     layer.lora_B = _Up(layer, name, rank, (sum(rows), rank), dtype, loader=loader)
 
