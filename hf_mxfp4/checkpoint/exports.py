@@ -408,8 +408,8 @@ class Plan:
     def notes(self, dtype: torch.dtype) -> list[str]:
         """Say in sentences what was changed; ``dtype`` is the model's."""
         notes = []
-        reasons = (self.format.leaves_out(shape) for shape in self.source.shapes.values())
-        left_out = [reason for reason in reasons if reason]
+        reasons = [self.format.leaves_out(shape) for shape in self.source.shapes.values()]
+        left_out = [reason for reason in reasons if reason is not None]
         if left_out:
             done = "left in" if "left" in self.actions else "dequantized to"
             notes.append(f"{len(left_out)} layers were {done} {dtype_name(self.dtype)}: {left_out[0]}.")
@@ -433,12 +433,16 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     """Return the names of all that an engine may take for a linear layer and that is not quantized, sorted: the model's
     linear layers, other matrices in the files but embeddings, and modules of experts that are one tensor there."""
     names = source.names
+
+    # Matrices in the files.
     dims = {tensor.name: len(tensor.shape) for tensor in source.plain_rest()}
     for layer, shape in source.shapes.items():
         if layer not in quantized:
             tensors = plain_tensors(source.in_plain_files(layer), shape, shape.meta())
             dims |= {name: tensor.dim() for name, tensor in tensors.items()}
     ignored = {name.removesuffix(".weight") for name, dim in dims.items() if name.endswith(".weight") and dim == 2}
+
+    # Linear layers of the model, and its embeddings.
     embeddings = set()
     for name, module in source.model.named_modules(remove_duplicate=False):
         if is_linear(module):
@@ -446,9 +450,11 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
         elif isinstance(module, nn.Embedding):
             stored = names.stored.get(f"{name}.weight", "")
             embeddings |= {name, stored.removesuffix(".weight")}
+
+    # Experts. A module of which all weights are ignored is ignored itself.
     for name in fused_experts(source.model):
         parameters = source.model.get_submodule(name).named_parameters(recurse=False)
-        weights = [f"{name}.{own}" for own, weight in parameters if weight.dim() == 3]
+        weights = [f"{name}.{projection}" for projection, weight in parameters if weight.dim() == 3]
         whole = []  # in full precision, and one tensor in the files
         for weight in weights:
             is_split = any(piece.name in dims for piece in names.pieces.get(weight, ()))
@@ -464,12 +470,17 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
 def _has_own_head(source: LayerSource) -> bool:
     """Return whether the files have a head that differs from the embeddings, though the config ties them: transformers
     computes with it, and vLLM with the embeddings. T5 and its kind scale the head's input by this option instead."""
-    model, stored, tensors = source.model, source.names.stored, source.folder.tensors
+    model = source.model
     if getattr(model.config, "is_encoder_decoder", False):
         return False
-    for target, origin in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        if target in stored and origin in stored:
-            if not torch.equal(tensors[stored[target]].read(), tensors[stored[origin]].read()):
+    stored_names = source.names.stored
+    tensors = source.folder.tensors
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, origin in tied.items():
+        if target in stored_names and origin in stored_names:
+            head = tensors[stored_names[target]].read()
+            embeddings = tensors[stored_names[origin]].read()
+            if not torch.equal(head, embeddings):
                 return True
     return False
 

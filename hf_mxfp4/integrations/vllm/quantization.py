@@ -54,8 +54,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         settings = settings or EngineSettings()
         if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
             raise ValueError("this version of vLLM does not let a plugin convert weights: install vLLM 0.31 or newer")
-        reason = scheme.weights_alone_unsupported_reason if scheme.mode == "qat" else None
-        if reason:
+        reason = scheme.weights_alone_unsupported_reason
+        if scheme.mode == "qat" and reason is not None:
             raise ValueError(
                 f"this checkpoint has mode={scheme.mode!r}, full-precision master weights, and vLLM cannot compute "
                 f"with their quantized values: {reason}"
@@ -97,28 +97,37 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         self.expected.is_transposed = getattr(hf_config, "model_type", None) == "gpt_oss"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        expected = self.expected
-        # vLLM's, while it makes layers.
-        expected.device = torch.get_default_device()
-        expected.dtype = torch.get_default_dtype()
+        """Return what computes a layer that vLLM has made under the name ``prefix``; `None` for its own method."""
+        # The defaults are those of the model while vLLM makes layers.
+        self.expected.device = torch.get_default_device()
+        self.expected.dtype = torch.get_default_dtype()
         if isinstance(layer, LinearBase):
-            if self._skips(prefix):
-                return UnquantizedLinearMethod()
-            has_mla = prefix.endswith(".kv_b_proj") and os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
-            if has_mla and self.scheme.activation_scheme is not None:
-                raise ValueError(
-                    f"{prefix}: vLLM multiplies parts of this weight with queries and attention outputs, not with the "
-                    "inputs that the scheme quantizes; set VLLM_MLA_DISABLE=1, or use preset='w4a16'"
-                )
-            parts = self._parts(prefix)
-            expected.linears.update(parts)
-            method = MXFP4RLLinearMethod if expected.is_packed else MXFP4RLDenseLinearMethod
-            return method(self.scheme, prefix, expected, parts)
+            return self._linear_method(prefix)
         # By name: the class has moved between versions of vLLM.
-        is_experts = any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__)
-        if is_experts and ".block_sparse_moe." in prefix:
-            expected.has_old_names = True
-        if not is_experts or self._skips(prefix):
+        if any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__):
+            return self._experts_method(layer, prefix)
+        return None
+
+    def _linear_method(self, prefix: str) -> Any:
+        """Return what computes a linear layer."""
+        if self._skips(prefix):
+            return UnquantizedLinearMethod()
+        has_mla = prefix.endswith(".kv_b_proj") and os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
+        if has_mla and self.scheme.activation_scheme is not None:
+            raise ValueError(
+                f"{prefix}: vLLM multiplies parts of this weight with queries and attention outputs, not with the "
+                "inputs that the scheme quantizes; set VLLM_MLA_DISABLE=1, or use preset='w4a16'"
+            )
+        parts = self._parts(prefix)
+        self.expected.linears.update(parts)
+        method = MXFP4RLLinearMethod if self.expected.is_packed else MXFP4RLDenseLinearMethod
+        return method(self.scheme, prefix, self.expected, parts)
+
+    def _experts_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """Return what computes the experts of a layer; `None` for vLLM's own method."""
+        if ".block_sparse_moe." in prefix:
+            self.expected.has_old_names = True
+        if self._skips(prefix):
             return None
         if self.scheme.weight_rotation is not None:
             raise ValueError(
@@ -127,7 +136,7 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
             )
         from .experts import experts_method
 
-        return experts_method(layer, self.scheme, expected, prefix)
+        return experts_method(layer, self.scheme, self.expected, prefix)
 
     def get_checkpoint_weight_mapper(self) -> ConvertingMapper:
         """Return what vLLM sends all weights through before it loads them."""
