@@ -166,6 +166,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if type(version) is not int or version != FORMAT_VERSION:
             advice = "install a newer hf_mxfp4 to load this checkpoint"
             raise ValueError(f"format_version={version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}; {advice}")
+
+        # The mode decides the preset, and the preset all options that were left out.
         one_of("mode", self.mode, MODES)
         if self.preset is Default.BY_MODE:
             self._set("preset", DEFAULT_PRESETS[self.mode])
@@ -175,12 +177,16 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             choices = ", ".join(repr(preset.name) for preset in PRESETS.values() if self.mode in preset.modes)
             raise ValueError(f"preset={self.preset!r} is for mode='qat'; with mode='packed' choose one of {choices}")
         self._fill_in_defaults()
+
+        # Check each option by itself.
         for name, values in CHOICES.items():
             one_of(name, getattr(self, name), values)
         check_alpha(self.outlier_fallback)
         check_mantissas(self.macro_search, self.macro_block)
         for gemm in GEMM_OPERANDS:
             self._set(gemm, read_gemm(gemm, getattr(self, gemm)))
+
+        # Check them together. From here on there are `gemms`.
         if self.mode == "packed" and self.packing_unsupported_reason:
             raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
         check_products(self.gemms(), self.backend)
@@ -188,9 +194,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         self._check_seed()
         if type(self.smooth) is not bool:
             raise ValueError(f"smooth={self.smooth!r} must be True or False")
-        if self.mode == "packed":
-            for name, reason in self._idle_when_packed().items():
-                raise IdleOptionError(name, getattr(self, name), f"in mode='packed' {reason}")
+        for name in ("dgrad", "wgrad"):
+            value = getattr(self, name)
+            if self.mode == "packed" and value is not None:
+                reason = "whose frozen weights have one product, also for the gradient of the input"
+                raise IdleOptionError(name, value, f"in mode='packed' {reason}")
         self._check_effect()
         self._set("modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert))
         self._set("_frozen", True)
@@ -260,6 +268,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     @functools.cached_property
     def _gemms(self) -> LinearScheme:
+        """The products, which every layer of a model asks for."""
         if self.macro_search == "hybrid":
             weights = self._scheme("dynamic")
             activations = self._scheme("static")
@@ -285,8 +294,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     @property
     def weights_alone_unsupported_reason(self) -> str | None:
-        """Why the forward product is none with quantized weights as they are, in any layer or engine that knows nothing
-        of the scheme: what cannot be packed, and what rotates. `None` where it is one."""
+        """Why layers and engines that know nothing of the scheme cannot compute the forward product from quantized
+        weights: what cannot be packed, and what rotates. `None` if they can."""
         fprop = self.gemms().fprop
         if fprop.rotation is not None and isinstance(fprop.right, QuantScheme):
             return f"its fprop rotates both operands ({fprop.rotation}), which weights alone cannot express"
@@ -294,7 +303,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     @property
     def weight_rotation(self) -> Rotation | None:
-        """What rotates weights along their input dimension before they are quantized, and inputs alike."""
+        """The rotation of weights, before they are quantized, and of inputs along the input dimension, if any."""
         return self.gemms().fprop.rotation
 
     def _scheme(self, macro_search: str) -> QuantScheme:
@@ -302,11 +311,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.macro_block is None:
             macro_search = "static"  # nothing to search: equal schemes compare equal
         return QuantScheme(ScaleRule(self.scale_rule), self.macro_block, macro_search, self.outlier_fallback)
-
-    def _idle_when_packed(self) -> dict[str, str]:
-        """Return the options that are set although packed mode has no use for them, each with the reason."""
-        reason = "whose frozen weights have one product, also for the gradient of the input"
-        return {name: reason for name in ("dgrad", "wgrad") if getattr(self, name) is not None}
 
     def _check_effect(self) -> None:
         """Raise `IdleOptionError` for an option of the scheme that changes no operand of any product.

@@ -351,14 +351,22 @@ def pack_checkpoint(
     folder = open_checkpoint(source_dir)
     source = MasterSource(folder, config)
     config = source.config
-    energies: list[ErrorEnergy] = []
     before = after = model_dtype(folder)
     if dtype is not None:
         after = DTYPES[dtype]
     elif not source.is_plain and before.itemsize > 2:
         after = torch.bfloat16
-    rest = source.packed_rest()
+    report = ConversionReport(
+        Path(out_dir),
+        "mxfp4_rl",
+        config.describe(),
+        notes=dtype_notes(before, after),
+        weights=str(config.weight_scheme),
+        file="pack_report.json",
+    )
     costs = {layer: LayerCost(layer, "packed") for layer in source.shapes}
+    # The SQNR that headers and card give is of rows of each weight, as for a model in memory; the report's is of all.
+    energies: list[ErrorEnergy] = []
 
     def pack(layer: str) -> dict[str, torch.Tensor]:
         shape = source.shapes[layer]
@@ -367,32 +375,34 @@ def pack_checkpoint(
             master = source.finite_master(layer, expert)
             packed = source.pack(master)
             add_packed(energies, master, packed, config, len(shape.matrices))
-            scheme, rotation = config.weight_scheme, config.weight_rotation
-            costs[layer].add(master, weight_values(packed, shape.in_features, scheme, torch.float32, "auto", rotation))
+            values = weight_values(
+                packed, shape.in_features, config.weight_scheme, torch.float32, "auto", config.weight_rotation
+            )
+            costs[layer].add(master, values)
             return packed
 
         return stack_packed(shape, pack_matrix)
 
+    def record(is_done: bool) -> dict[str, str]:
+        # Headers are written before the tensors are made, with room for the number.
+        sqnr_db = weight_sqnr(energies) if is_done else WIDEST_FLOAT
+        return make_record(config, sqnr_db)
+
+    def add_card(new_folder: Path) -> None:
+        save_packed_card(source, weight_sqnr(energies), new_folder, existing=out_dir)
+
+    kept = config.keeping(full_precision_record(source.model, source.reasons))
+    rest = source.packed_rest()
     return convert(
         source,
         [(cost, source.packed_layer(layer, pack)) for layer, cost in costs.items()],
         cast_tensors(rest, names_to_cast(source, rest, before), after),
-        with_scheme(
-            config_in_dtype(folder.config, after),
-            config.keeping(full_precision_record(source.model, source.reasons)),
-        ),
-        ConversionReport(
-            Path(out_dir),
-            "mxfp4_rl",
-            config.describe(),
-            notes=dtype_notes(before, after),
-            weights=str(config.weight_scheme),
-            file="pack_report.json",
-        ),
+        with_scheme(config_in_dtype(folder.config, after), kept),
+        report,
         overwrite=overwrite,
         on_bytes=on_bytes,
-        record=lambda is_done: make_record(config, weight_sqnr(energies) if is_done else WIDEST_FLOAT),
-        finish=lambda new: save_packed_card(source, weight_sqnr(energies), new, existing=out_dir),
+        record=record,
+        finish=add_card,
     )
 
 
@@ -403,7 +413,7 @@ def _check_exact(source: ForeignSource, format: TensorScaleFormat, costs: Sequen
     for cost in costs:
         for expert in source.shapes[cost.name].matrices:
             stored = source.read_stored(cost.name, expert)
-            is_exact = format.decode(stored)[1]
+            _, is_exact = format.decode(stored)
             cost.blocks += is_exact.numel()
             cost.exact_blocks += int(is_exact.sum())
             if not is_exact.all():

@@ -120,7 +120,7 @@ def _wrap_save(original):
 
 @contextlib.contextmanager
 def own_names(model: nn.Module, folder: str | os.PathLike | None) -> Iterator[None]:
-    """In a Trainer's checkpoint keep the names of parameters, by which it is resumed: those of the Hub's files would
+    """Keep the names of parameters in a Trainer's checkpoint, by which it is resumed: those of the Hub's files would
     leave out fused experts."""
     conversions = getattr(model, "_weight_conversions", None)
     if not conversions or folder is None or checkpoint_step(folder) is None:

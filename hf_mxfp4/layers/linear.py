@@ -122,7 +122,7 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
         return self._to_linear(weight.to(dtype or weight.dtype, copy=True), dtype, self.weight.requires_grad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``.
+        """Map ``[..., in_features]`` to ``[..., out_features]``.
 
         Raises:
             ValueError: the last axis of ``x`` is not ``in_features``.

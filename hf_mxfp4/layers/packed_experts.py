@@ -60,8 +60,8 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
 
     @classmethod
     def placeholder(cls, experts: nn.Module, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedExperts":
-        """Experts for a checkpoint to be loaded into, whose weights are the full-precision ones of ``experts``, to be
-        replaced by packed tensors as they arrive."""
+        """Return experts for a checkpoint to be loaded into. Their weights are the full-precision ones of ``experts``,
+        to be replaced by packed tensors as they arrive."""
         if config.mode != "packed":
             raise ValueError(f"{cls.__name__} needs a config of mode='packed', not {config.mode!r}")
         plain = experts

@@ -156,6 +156,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     @classmethod
     def _around(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str) -> "MXFP4PackedLinear":
+        """Return a layer of meta tensors in the place of ``linear``, with its very bias."""
         rows, columns = linear_size(linear)
         layer = cls(columns, rows, False, "meta", linear_weight(linear).dtype, config=config, name=name)
         layer.plain_class = plain_class_of(linear)
@@ -196,7 +197,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return dequantize(self.quantized_tensor(), dtype or self.compute_dtype, self.config.backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x`` or that of autocast.
+        """Map ``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x`` or that of autocast.
 
         Raises:
             ValueError: the last axis of ``x`` is not ``in_features``.

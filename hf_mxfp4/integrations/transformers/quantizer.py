@@ -91,6 +91,7 @@ class MXFP4RLQuantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation  # called in its place by transformers 5.17
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
+        # Called by transformers with the model on the meta device.
         swap.refuse_parallel_plan(model)
         check_trainer()
         files = checkpoint_files or ()
@@ -350,8 +351,9 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     else:
         modules = model.named_modules(remove_duplicate=False)
         layers = {name: module for name, module in modules if isinstance(module, TRAINABLE)}
-        report = getattr(model, "quantization_report", None)
-        skipped = {} if report is None else report.skip_reasons
+        skipped = {}
+        if hasattr(model, "quantization_report"):
+            skipped = model.quantization_report.skip_reasons
         kept = trained.full_precision
     with progress_bar(total=len(layers), what="Packing weights", delay=2) as bar:
         swap.swap_layers(model, layers, make)
@@ -359,24 +361,31 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     return model
 
 
-def _weight(layer: nn.Module, own: str) -> nn.Parameter:
+def _weight(layer: nn.Module, name: str) -> nn.Parameter:
     """Return the only weight of a linear layer, or one of experts by its name."""
-    return linear_weight(layer) if is_linear(layer) else getattr(layer, own)
+    if is_linear(layer):
+        return linear_weight(layer)
+    return getattr(layer, name)
 
 
 def _check_weights(name: str, layer: nn.Module) -> None:
-    for own in weight_names(layer):
-        weight = _weight(layer, own)
-        whole = weight.shape == linear_size(layer) if is_linear(layer) else weight.dim() == 3
-        if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
+    """Raise `ValueError` for a layer whose weights are sharded, not loaded or not finite."""
+    for parameter_name in weight_names(layer):
+        weight = _weight(layer, parameter_name)
+        if is_linear(layer):
+            has_shape = weight.shape == linear_size(layer)
+        else:
+            has_shape = weight.dim() == 3
+        if type(weight.data) is not torch.Tensor or weight.is_meta or not has_shape:
             raise ValueError(
-                f"{name}.{own} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
+                f"{name}.{parameter_name} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
                 f"{weight.device}); gather or load the model's weights, then pack"
             )
-        check_finite(f"{name}.{own}", weight)
+        check_finite(f"{name}.{parameter_name}", weight)
 
 
 def _packed_config(model: str, trained: MXFP4RLConfig | None, config: MXFP4RLConfig | None) -> MXFP4RLConfig:
+    """Return the config that [`pack`] uses, from the one that the model was trained with and the one that is given."""
     if config is None:
         if trained is None:
             raise ValueError(
