@@ -156,7 +156,7 @@ def write_shards(folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[s
     for file, names in shards.items():
         values = {name: by_name[name].make().contiguous() for name in names}
         save_file(values, file, {"format": "pt", **metadata})
-        del values
+        del values  # before those of the next file are made
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / INDEX, index, sort_keys=True)
@@ -169,6 +169,7 @@ def write_metadata(file: Path, metadata: Mapping[str, str]) -> None:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
         header["__metadata__"] = dict(sorted(metadata.items()))
+        # The header may end in spaces, so that the tensors stay where they are.
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(length)
         if len(text) != length:
             raise ValueError(f"the header of {file.name} has {length} bytes, and needs {len(text)}")

@@ -67,6 +67,8 @@ class FileNames:
         self.unexpected: set[str] = set()
         self._placed = self._place({spell(name): name for name in stored})
         self.stored = {place: spell(name) for name, place in self.places.items()}
+
+        # Of tied tensors the files may have any one.
         tied = tied_weights(model, self._shapes)
         origins = {tied.get(name, name) for name in self._placed}
         computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -97,7 +99,7 @@ class FileNames:
                 # The file has a name of the model itself, as a Trainer's checkpoints have.
                 place, pattern = rename_source_key(name, [], [], prefix, self._shapes)
             targets = [place]
-            if pattern is not None:
+            if pattern is not None:  # several tensors of the model may be computed from it
                 first, *others = by_pattern[pattern].target_patterns
                 targets += [place.replace(first, other) for other in others]
             targets = [target for target in targets if target in self._shapes]
@@ -162,6 +164,7 @@ class FileNames:
         for name in fused:
             if name not in self.pieces:
                 (whole[name],) = _saved(self._model, {name: torch.zeros(1, 1, 2)})
+        # Number all other tensors, and look under which name transformers saves each number.
         rest = [name for name in self._shapes if name not in fused]
         numbers = {name: torch.tensor([number]) for number, name in enumerate(rest)}
         for name, number in _saved(self._model, numbers).items():
@@ -338,6 +341,7 @@ def kept_reasons(
             continue
         if not is_linear(module) and experts_unsupported_reason(module) is not None:
             continue
+        # All weights of a module are in the same form: the first one tells.
         dtype = dtypes.get(f"{name}.{weight_names(module)[0]}")
         if dtype is None and (tensors or reasons.get(name) == HEAD):
             continue
@@ -362,7 +366,7 @@ def quantizable_layers(
         layers = find_layers(names._model, config.modules_to_not_convert or (), reasons)[0]
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    first_names: dict[nn.Module, str] = {}
+    first_names: dict[nn.Module, str] = {}  # a model may have a layer under several names
     for name, layer in layers.items():
         first_names.setdefault(layer, name)
     return {name: layer for layer, name in first_names.items()}, reasons

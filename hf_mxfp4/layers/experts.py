@@ -67,11 +67,13 @@ class ExpertsBase(QuantizedLayer):
         if problem:
             raise ValueError(f"{name or 'these experts'} cannot be quantized: {problem}")
         layer_class = cls.class_for(type(experts))
+        # Without __init__, which would make weights: the attributes of the plain module are taken over.
         layer = layer_class.__new__(layer_class)
         layer.__dict__.update(_shallow(experts))
         for hooked in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the plain experts
             layer.__dict__.pop(hooked, None)
         layout = asdict(layer.adapter.layout(experts))
+        # Attributes of the plain module that have other values here; its own forward needs them back.
         replaced = ("config", "name", *layout)
         layer.plain_attributes = {key: layer.__dict__[key] for key in replaced if key in layer.__dict__}
         layer.__dict__.update(layout)

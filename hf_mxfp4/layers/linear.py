@@ -110,6 +110,7 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
         """Return a quantized layer around the very parameters of ``linear``."""
         rows, columns = linear_size(linear)
+        # Made without memory, since its parameters are replaced.
         layer = cls(columns, rows, linear.bias is not None, device="meta", config=config, name=name)
         layer.plain_class = plain_class_of(linear)
         layer.weight = linear_weight(linear)

@@ -71,7 +71,7 @@ class WeightMatrix:
     @property
     def rng(self) -> LayerRng:
         """The random numbers of the linear map."""
-        return self.state.rngs[self.expert or 0]
+        return self.state.rngs[self.expert or 0]  # a linear layer has one
 
     @property
     def siblings(self) -> int:
@@ -144,7 +144,7 @@ def full_precision(model: nn.Module) -> Iterator[int]:
             f"{type(model).__name__} has packed layers, whose weights exist in 4 bits only: it cannot be computed in "
             "full precision; a policy with mode='qat' can"
         )
-    layers = [module for module in modules if hasattr(module, "full_precision_forward")]
+    layers = [module for module in modules if isinstance(module, TRAINABLE)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no quantized layer: it is in full precision as it is")
     with contextlib.ExitStack() as stack:

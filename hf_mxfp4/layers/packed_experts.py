@@ -68,12 +68,13 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         if isinstance(experts, ExpertsBase):
             plain = experts._to_plain()
         layer = cls._around(plain, config, name)
-        register_owner(layer)
+        register_owner(layer)  # compiled code finds the layer by the memory of its codes
         layer.sizes = {projection: weight_size(plain, projection) for projection in layer.projections}
         layer.compute_dtype = getattr(plain, layer.projections[0]).dtype
         shapes = layer.shapes()
         for projection in layer.projections:
             setattr(layer, projection, nn.Parameter(getattr(plain, projection), requires_grad=False))
+            # The first field has the name of the weight itself.
             for tensor in (f"{projection}{suffix}" for suffix in PACKED_SUFFIXES[1:]):
                 layer.register_parameter(tensor, None)
                 if tensor in shapes:

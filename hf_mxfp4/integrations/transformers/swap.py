@@ -94,7 +94,7 @@ def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[
         for place in places:
             model.set_submodule(place, new)
             del layers[place]
-        del old, new
+        del old, new  # the old layer can be freed before the next one is built
 
 
 # ---- weights as they are read ---------------------------------------------------------------------------------------
@@ -225,6 +225,7 @@ def tie_packed(model: nn.Module) -> None:
     names = set()
     for name, layer in layers.items():
         names |= {f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)}
+    # transformers knows the weight alone: without its scales a tied layer would read other numbers from its codes.
     for target, source in tied_weights(model, names).items():
         owner, _, parameter = target.rpartition(".")
         source_owner, _, _ = source.rpartition(".")
@@ -237,6 +238,7 @@ def check_loaded(model: nn.Module) -> None:
     """Raise `ValueError` for a tensor that no file has, unless it is of a new head, and for a packed weight with NaN or
     infinity. transformers only warns of tensors that are missing."""
     computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    # All but heads: a new head is drawn at random, as for sequence classification.
     body = {id(parameter) for parameter in model.base_model.parameters()}
     for name, parameter in model.named_parameters():
         # Offloaded parameters are meta tensors here, and left to the check of the files.
