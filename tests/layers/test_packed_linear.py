@@ -177,6 +177,13 @@ def test_a_missing_tensor_is_named():
         layer.check()
 
 
+def test_a_layer_that_is_made_empty_loads_a_state():
+    layer, x = packed(n=40, k=72), torch.randn(3, 72)
+    empty = MXFP4PackedLinear(72, 40, config=layer.config)
+    empty.load_state_dict(layer.state_dict())
+    assert torch.equal(empty(x), layer(x))
+
+
 @pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_macro"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_loading_other_dtypes_into_packed_tensors_is_refused(name, dtype):

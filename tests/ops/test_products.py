@@ -391,6 +391,11 @@ def test_experts_are_multiplied_in_fp8_where_all_can_be_at_once():
     assert "no grouped FP8 products" in ops.select_matmul("fprop", scheme, "sm_100", experts=True).reason
 
 
+def test_fp8_products_have_outputs_in_bfloat16():
+    found = ops.select_matmul("fprop", MXFP4RLConfig().gemms(), "sm_90", torch.float64)
+    assert (found.name, found.reason) == ("dense", "FP8 products on sm_90 have no output in torch.float64")
+
+
 def test_an_fp8_product_that_this_pytorch_lacks_is_dense(monkeypatch):
     monkeypatch.setattr(importlib.import_module("hf_mxfp4.ops.choice"), "HAS_FP8_ON_CPU", False)
     scheme = MXFP4RLConfig().gemms()
