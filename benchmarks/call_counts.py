@@ -126,7 +126,8 @@ def packed(stack: ExitStack) -> Flow:
 
     torch.manual_seed(0)
     config = MXFP4RLConfig(mode="packed", preset="w4a16")
-    layer, x = MXFP4PackedLinear.from_linear(torch.nn.Linear(256, 128), config, "layer"), torch.randn(8, 256)
+    layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(256, 128), config, "layer")
+    x = torch.randn(8, 256)
     stack.enter_context(torch.no_grad())
     return lambda: layer(x)
 
@@ -163,7 +164,8 @@ def experts() -> Flow:
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)
     layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu"), "experts")
-    x, ids = torch.randn(8, 64), torch.randint(4, (8, 2))
+    x = torch.randn(8, 64)
+    ids = torch.randint(4, (8, 2))
     return lambda: layer(x, ids, torch.ones(8, 2))
 
 

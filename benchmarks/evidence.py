@@ -31,7 +31,8 @@ PACKAGES = ("torch", "transformers")
 OURS = "even+mbs128-blockwise"
 ROTATED = "deterministic-64"
 #: Texts that channels are scaled by, and that weights are rounded by.
-SMOOTHING_TEXTS, ROUNDING_TEXTS = 32, 128
+SMOOTHING_TEXTS = 32
+ROUNDING_TEXTS = 128
 
 #: Of the checkpoint as it is.
 AS_IT_IS = (

@@ -31,7 +31,8 @@ from mxfp4_kernels.decode import product
 from .records import made, median_ratio, option_parser, write
 
 
-ROUNDS, CALLS = 201, 50
+ROUNDS = 201
+CALLS = 50
 #: A projection of a model with 1.5B parameters.
 SIZE = 1536
 
@@ -82,9 +83,11 @@ def main() -> None:
     options = option_parser(__doc__, "host_time").parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    row, small_row = torch.randn(1, SIZE).bfloat16(), torch.randn(1, 8).bfloat16()
+    row = torch.randn(1, SIZE).bfloat16()
+    small_row = torch.randn(1, 8).bfloat16()
     plain = nn.Linear(8, 8, dtype=torch.bfloat16)
-    on_gpu, on_cpu = packed_layer(SIZE), packed_layer(8)
+    on_gpu = packed_layer(SIZE)
+    on_cpu = packed_layer(8)
     with stubbed_launches():
         planned_for_gpu(on_gpu, row)
         ways = {

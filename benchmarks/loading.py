@@ -22,7 +22,8 @@ from hf_mxfp4 import MXFP4RLConfig
 from .records import made, median_ratio, option_parser, write
 
 
-THREADS, ROUNDS = 2, 5
+THREADS = 2
+ROUNDS = 5
 LOADS = ("first load", "second load")
 WAYS = {
     "neither": {"dither_ties": False, "smooth": False},

@@ -26,7 +26,9 @@ from .records import made, option_parser, write
 
 
 COMMAND = "python -m benchmarks.memory"
-SEQUENCES, TOKENS, RANK = 4, 512, 16
+SEQUENCES = 4
+TOKENS = 512
+RANK = 16
 #: Name of a mode to the options of its config; `None` is full precision.
 MODES = {
     "full precision": None,

@@ -30,9 +30,14 @@ from .records import commit, made, option_parser, recorded, write
 
 
 PACKAGES = ("torch", "transformers")
-W4A16, W4A8, W4A4 = "w4a16:even+mbs128-blockwise_fp8", "w4a8:even+mbs128-blockwise_fp8", "w4a4:even+mbs128-blockwise"
+W4A16 = "w4a16:even+mbs128-blockwise_fp8"
+W4A8 = "w4a8:even+mbs128-blockwise_fp8"
+W4A4 = "w4a4:even+mbs128-blockwise"
 
-NONE, TEXT, RANDOM, OWN = "none", "GSM8K", "random ids", "own samples"
+NONE = "none"
+TEXT = "GSM8K"
+RANDOM = "random ids"
+OWN = "own samples"
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ DISTILLING = (
 #: What a model is smoothed on before it is rounded or distilled, whatever that is done on.
 SMOOTHED_ON = Calibration(RANDOM, 4, 64, 1)
 #: Of distillation: rows of a step, and the rate.
-ROWS, RATE = 4, 3e-4
+ROWS = 4
+RATE = 3e-4
 
 
 def smoothed(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:

@@ -65,7 +65,8 @@ def samples() -> dict[str, torch.Tensor]:
 
 def trained_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Task]:
     """Return the demo's model after supervised training, in full precision."""
-    tokenizer, task = build_char_tokenizer(ALPHABET), load_task("arithmetic")
+    tokenizer = build_char_tokenizer(ALPHABET)
+    task = load_task("arithmetic")
     return train(task, num_layers=4, seed=0), tokenizer, task
 
 

@@ -59,7 +59,9 @@ def run(options: Options, output: Path, started: float) -> dict[str, Any]:
     # The policy and its trainer.
     stored = start.stored
     options = start.options
-    recipe, study, training = options.recipe, options.recipe.study, options.training
+    recipe = options.recipe
+    study = options.recipe.study
+    training = options.training
     policy, tokenizer = load_policy(stored, options)
     if training.max_completion_length is None:
         training.max_completion_length = task.max_completion_length

@@ -11,17 +11,20 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 
-PROMPT, LENGTH = [3, 4, 5, 6], 10
+PROMPT = [3, 4, 5, 6]
+LENGTH = 10
 
 
 def tree_attention(module, query, key, value, mask, *, tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, **others):
     """What TRL has a kernel for that needs a GPU: each segment sees the path to it, ``[1, heads, tokens, size]``."""
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
     parts = []
     for own, path in zip(tree_cu_seqlens_q.unfold(0, 2, 1), tree_cu_seqlens_k.unfold(0, 2, 1), strict=True):
         seen = tree_kv_index[slice(*path.tolist())]
-        part, (count, length) = query[:, :, slice(*own.tolist())], (int(own.diff()), len(seen))
+        part = query[:, :, slice(*own.tolist())]
+        (count, length) = (int(own.diff()), len(seen))
         scores = part @ key[:, :, seen].mT * others["scaling"]
         hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
         parts.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, :, seen])
@@ -32,9 +35,11 @@ class Worker:
     """Makes rollouts of drawn tokens, ``count`` at a time; ``logprobs`` gives those of ids, ``[count, length - 1]``."""
 
     def __init__(self, logprobs, count=4):
-        self.logprobs, self.count = logprobs, count
+        self.logprobs = logprobs
+        self.count = count
         self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
-        self.random, self.version = np.random.default_rng(0), 0
+        self.random = np.random.default_rng(0)
+        self.version = 0
 
     def start(self):
         self.roll_out()

@@ -47,7 +47,8 @@ def agent(folder):
     """A policy of eight tokens that calls a tool whenever it writes a digit, saved in ``folder``; its tokenizer."""
     tokenizer = build_char_tokenizer("0123=+")
     tokenizer.backend_tokenizer.model.unk_token = tokenizer.unk_token = "+"
-    tokenizer.chat_template, tokenizer.response_template = CHAT, CALLS
+    tokenizer.chat_template = CHAT
+    tokenizer.response_template = CALLS
     tokenizer.split_special_tokens = False
     make_model(hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -115,7 +116,8 @@ def logged(trainer, key):
 
 def rollout(trainer, step=1, prompts=2):
     trainer.model.train()
-    trainer.state.global_step, trainer.state.max_steps = step, 4
+    trainer.state.global_step = step
+    trainer.state.max_steps = 4
     trainer.current_gradient_accumulation_steps = 1
     rows = [row for row in trainer.train_dataset.select(range(prompts)) for _ in range(trainer.num_generations)]
     return trainer._generate_and_score_completions([dict(row) for row in rows])
@@ -227,7 +229,9 @@ class Pushes:
     def __init__(self, model, engine=None, norms=False, sleeps=False, walk=None, **options):
         scheme = next(m.config for m in model.modules() if hasattr(m, "config") and isinstance(m.config, MXFP4RLConfig))
         engine = engine or vllm_llm(scheme=scheme, settings=EngineSettings("packed", 4))
-        self.sigma, self.records, self.last = 0.0, {}, {}
+        self.sigma = 0.0
+        self.records = {}
+        self.last = {}
         args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, **options)
         accelerator = Accelerator(cpu=True)
         generation = SimpleNamespace(llm=engine, mode="colocate", enable_sleep_mode=sleeps)
@@ -265,6 +269,7 @@ def with_simulated_vllm(trainer, *, walk: bool = True, **engine) -> list[dict]:
             return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
 
     trainer.use_vllm = trainer.args.use_vllm = True
-    trainer.vllm_generation, trainer._last_loaded_step = Generation(), -1
+    trainer.vllm_generation = Generation()
+    trainer._last_loaded_step = -1
     trainer._push_rollout_policy_to_vllm()
     return pushed

@@ -160,7 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer({"name": "me", "type": "user", "orgs": [{"name": "org"}]})
         is_api = parts[:2] == ["api", "models"]
         name = parts[2:4] if is_api else parts[:2]
-        repo, rest = self.repo(name), parts[4:] if is_api else parts[2:]
+        repo = self.repo(name)
+        rest = parts[4:] if is_api else parts[2:]
         if repo is None:
             return self.refuse(404, "Repository not found", "RepoNotFound")
         if rest[:1] == ["refs"]:
@@ -216,7 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
     def commit(self, repo: Repo, name: str, revision: str, body: bytes) -> None:
         files = dict(repo.commits[repo.resolve(revision)])
         for line in body.splitlines():
-            key, value = (entry := json.loads(line))["key"], entry["value"]
+            key = (entry := json.loads(line))["key"]
+            value = entry["value"]
             if key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":

@@ -29,7 +29,9 @@ def make_faster() -> None:
 
 
 def patch_once_for_each_launch() -> None:
-    language, patch, patched = interpreter.tl, interpreter._patch_lang, set()
+    language = interpreter.tl
+    patch = interpreter._patch_lang
+    patched = set()
     languages: dict[Callable, set[int]] = {}
     members: dict[int, list[tuple[str, Any]]] = {}
 
@@ -63,8 +65,11 @@ def patch_once_for_each_launch() -> None:
 
 def keep_types() -> None:
     """Types of blocks, of their shapes as tensors have them, and of NumPy are made once."""
-    block, tensor = tl.core.block_type, tl.core.tensor
-    make_block, make_tensor, numpy_type = block.__init__, tensor.__init__, interpreter._get_np_dtype
+    block = tl.core.block_type
+    tensor = tl.core.tensor
+    make_block = block.__init__
+    make_tensor = tensor.__init__
+    numpy_type = interpreter._get_np_dtype
     blocks: dict[tuple, dict[str, Any]] = {}
     numpy_types: dict[str, Any] = {}
 
@@ -82,7 +87,9 @@ def keep_types() -> None:
 
     def tensor_init(self, handle, type):
         if "of_tensors" in type.__dict__:
-            self.handle, self.type, self.dtype = handle, type, type.element_ty
+            self.handle = handle
+            self.type = type
+            self.dtype = type.element_ty
             self.shape, self.numel = type.of_tensors
         else:
             make_tensor(self, handle, type)
@@ -92,12 +99,16 @@ def keep_types() -> None:
             numpy_types[dtype.name] = numpy_type(dtype)
         return numpy_types[dtype.name]
 
-    block.__init__, tensor.__init__, interpreter._get_np_dtype = block_init, tensor_init, get_np_dtype
+    block.__init__ = block_init
+    tensor.__init__ = tensor_init
+    interpreter._get_np_dtype = get_np_dtype
 
 
 def keep_type_rules(semantic: type) -> None:
     """The common type of two is found once, and of equal types nothing is broadcast."""
-    common, broadcast, equal = semantic.computation_type_impl, semantic.broadcast_impl_value, tl.dtype.__eq__
+    common = semantic.computation_type_impl
+    broadcast = semantic.broadcast_impl_value
+    equal = tl.dtype.__eq__
     found: dict[tuple, tl.dtype] = {}
 
     def computation_type_impl(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
@@ -111,5 +122,6 @@ def keep_type_rules(semantic: type) -> None:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
-    semantic.computation_type_impl, semantic.broadcast_impl_value = computation_type_impl, broadcast_impl_value
+    semantic.computation_type_impl = computation_type_impl
+    semantic.broadcast_impl_value = broadcast_impl_value
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)

@@ -27,7 +27,8 @@ def assert_product(
 
     The sums may be in any order, in float32, or in float64 if that is the dtype.
     """
-    left, right = left.detach().double(), right.detach().double()
+    left = left.detach().double()
+    right = right.detach().double()
     exact = left @ right.mT
     size = left.abs() @ right.mT.abs()
     if bias is not None:

@@ -19,7 +19,8 @@ def assert_same(a, b):
     """Equal types, keys, lengths and values throughout; NaN equals NaN."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b)
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:

@@ -137,7 +137,8 @@ def _covering(cases: list[Places]) -> list[Places]:
         size = min(2, len(places))  # a single option has no pairs
         met = itertools.combinations(enumerate(places), size)
         masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in met))
-    missing, chosen = (1 << len(bits)) - 1, []
+    missing = (1 << len(bits)) - 1
+    chosen = []
     while missing:
         best = max(range(len(cases)), key=lambda number: (masks[number] & missing).bit_count())
         chosen.append(best)

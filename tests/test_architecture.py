@@ -43,12 +43,14 @@ def test_the_map_names_every_package():
     folders = {file.parent for top in ("hf_mxfp4", "kernels/mxfp4_kernels") for file in (ROOT / top).rglob("*.py")}
     folders |= {folder for folder in (ROOT / "recipes").iterdir() if any(folder.glob("*.py"))}
     missing = [each for each in folders if f"{each.relative_to(ROOT)}" not in MAP and f"`{each.name}/`" not in MAP]
-    assert len(PATHS) > 40 and not missing
+    assert len(PATHS) > 40
+    assert not missing
 
 
 def test_imports_point_down_and_have_no_circle():
     graph = packages.imports(ROOT)
-    assert {"layers", "ops"} <= graph["rl"] | graph["layers"] and "numerics" in graph["ops"]
+    assert {"layers", "ops"} <= graph["rl"] | graph["layers"]
+    assert "numerics" in graph["ops"]
     assert packages.faults(graph) == []
 
 
@@ -64,7 +66,8 @@ def test_imports_that_point_up_or_in_a_circle_are_found(tmp_path):
         (tmp_path / "hf_mxfp4" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "hf_mxfp4" / name).write_text(text)
     up, circle = packages.faults(packages.imports(tmp_path))
-    assert up.startswith("ops imports layers, which is above it") and "import each other in a circle" in circle
+    assert up.startswith("ops imports layers, which is above it")
+    assert "import each other in a circle" in circle
 
 
 #: Python tokens, and words of the docs; see `benchmarks.packages.tokens`.

@@ -98,7 +98,8 @@ def test_the_signature_and_help_list_every_option():
     assert {name: found.default for name, found in parameters.items()} == {n: o.default for n, o in options.items()}
     words = " ".join(pydoc.render_doc(MXFP4RLConfig, renderer=pydoc.plaintext).replace("|", " ").split())
     for name, option in options.items():
-        assert f"{name} (" in words and " ".join(option.metadata["help"].replace("|", " ").split()) in words
+        assert f"{name} (" in words
+        assert " ".join(option.metadata["help"].replace("|", " ").split()) in words
 
 
 def test_enums_and_numeric_strings_are_normalised():
@@ -229,7 +230,8 @@ def test_every_form_that_it_travels_in_is_equal_frozen_and_hashes_alike(options,
     ]
     for other in copies:
         assert other == config
-        assert hash(other) == hash(config) and other.gemms() == config.gemms()
+        assert hash(other) == hash(config)
+        assert other.gemms() == config.gemms()
         with pytest.raises(dataclasses.FrozenInstanceError):
             other.preset = "w4a16"
     assert {config, *copies} == {config}
@@ -386,8 +388,10 @@ def test_operands_that_are_not_named_keep_the_presets():
 
 def test_fprop_is_what_the_schemes_of_weights_and_activations_follow():
     config = MXFP4RLConfig(fprop={"x": "full", "weight": "floor+32x32"})
-    assert config.activation_scheme is None and config.weight_scheme == TILES
-    assert config.packed().weight_scheme == TILES and config.packed().activation_scheme is None
+    assert config.activation_scheme is None
+    assert config.weight_scheme == TILES
+    assert config.packed().weight_scheme == TILES
+    assert config.packed().activation_scheme is None
     with pytest.raises(ValueError, match="takes weights in full precision; there is no scheme of MXFP4"):
         _ = MXFP4RLConfig(fprop={"weight": "full"}).weight_scheme
 
@@ -449,12 +453,16 @@ def test_the_packed_twin_keeps_the_forward_product_alone():
     for preset in ("w4a4g4", "paper_a", "paper_b"):
         config = MXFP4RLConfig(preset=preset)
         twin = config.packed()
-        assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN
+        assert twin.preset == "w4a4"
+        assert twin.gemms().fprop == config.gemms().fprop
+        assert twin.gemms().wgrad == PLAIN
     for preset, fprop in (("w4a8g8", {}), ("w8a8", {"weight": "floor"})):
         config = MXFP4RLConfig(preset=preset, fprop=fprop or None)
-        assert config.packed().preset == "w4a8" and config.packed().gemms().fprop == config.gemms().fprop
+        assert config.packed().preset == "w4a8"
+        assert config.packed().gemms().fprop == config.gemms().fprop
     rotated = MXFP4RLConfig(fprop={"x": "floor", "rotation": "deterministic-128"})
-    assert rotated.packed().gemms().fprop == rotated.gemms().fprop and rotated.packed().weight_rotation == Rotation(128)
+    assert rotated.packed().gemms().fprop == rotated.gemms().fprop
+    assert rotated.packed().weight_rotation == Rotation(128)
     with pytest.raises(ValueError, match="cannot be packed: its fprop rounds stochastically"):
         MXFP4RLConfig(fprop={"x": "floor+stochastic", "rotation": "deterministic-128"}).packed()
 
@@ -489,4 +497,5 @@ def test_the_reported_error_is_that_of_what_is_computed(checkpoint):
         expected = None if noise == 0 else pytest.approx(10 * math.log10(signal / noise), rel=1e-4)
         assert model.quantization_report.sqnr_db == expected
         reports.append(model.quantization_report.sqnr_db)
-    assert reports[1] is None and reports[2] == reports[3]
+    assert reports[1] is None
+    assert reports[2] == reports[3]

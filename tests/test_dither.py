@@ -79,7 +79,8 @@ def test_a_small_step_moves_quantized_weights_as_far_as_masters(scheme):
     assert torch.equal(dithered.bfloat16().float(), weight)
     assert equal(stored(layer, weight), stored(layer, dithered))
     assert 0.5 < movement(layer, dithered, 2e-6) < 1.5
-    assert report.n_weights == weight.numel() and report.dtypes == ("bfloat16",)
+    assert report.n_weights == weight.numel()
+    assert report.dtypes == ("bfloat16",)
     assert report.n_left < 0.01 * weight.numel()
     if scheme in ("plain", "floor", "even", "mse", "fallback 1", "paper_b", "tiles"):
         assert undithered > 10
@@ -95,7 +96,8 @@ def test_a_tie_leaves_to_the_side_that_nearest_even_chose():
     model, layer = one_layer(weight, **PLAIN)
     dither_masters(model)
     moved = (layer.weight.detach().abs() - weight.abs())[:, 1:8]
-    assert ((moved > 0) == above).all() and (moved != 0).all()
+    assert ((moved > 0) == above).all()
+    assert (moved != 0).all()
     assert (layer.weight.detach()[:, 8:] == 0).all()
     assert (layer.weight.detach().abs() <= 6 * 2**-7 * (1 + 2**-8)).all()
 
@@ -133,9 +135,11 @@ def test_weights_in_e4m3_leave_their_ties_too():
     held = movement(layer, weight, 1e-7)
     assert dither_masters(model).n_weights == weight.numel()
     moved = layer.weight.detach()
-    assert torch.equal(layer.effective_weight(moved), before) and torch.equal(moved.bfloat16().float(), weight)
+    assert torch.equal(layer.effective_weight(moved), before)
+    assert torch.equal(moved.bfloat16().float(), weight)
     # One in sixteen lay on a tie, so that the smallest step moved E4M3 weights by far more than masters.
-    assert held > 10 and abs(movement(layer, moved, 1e-4) - 1) < 0.3
+    assert held > 10
+    assert abs(movement(layer, moved, 1e-4) - 1) < 0.3
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,8 @@ def test_weights_that_it_would_do_nothing_for_are_left_alone(options, dtype, rea
     layer.to(dtype)
     report = dither_masters(model)
     assert torch.equal(layer.weight.detach().float(), weight)
-    assert report.n_weights == 0 and [text for text in report.skipped if reason in text]
+    assert report.n_weights == 0
+    assert [text for text in report.skipped if reason in text]
     assert reason in str(report)
 
 
@@ -181,7 +186,8 @@ def half(tmp_path):
 )
 def test_loading_keeps_the_checkpoint_and_its_policy(family, dtype, half, tmp_path):
     folder = half(family, dtype)
-    plain, model = load(folder, dither_ties=False), load(folder)
+    plain = load(folder, dither_ties=False)
+    model = load(folder)
     before, after = ({m.name: m.weight() for m in trainable_matrices(each)} for each in (plain, model))
     assert all(torch.equal(after[name].to(dtype).float(), before[name]) for name in before)
     moved = sum(int((after[name] != before[name]).sum()) for name in before)
@@ -189,7 +195,8 @@ def test_loading_keeps_the_checkpoint_and_its_policy(family, dtype, half, tmp_pa
     assert plain.quantization_report.dither is None
     assert report.n_weights == sum(weight.numel() for weight in before.values())
     assert moved == report.n_weights - report.n_left > 0.95 * report.n_weights
-    assert report.dtypes == (str(dtype).removeprefix("torch."),) and report.skipped == {}
+    assert report.dtypes == (str(dtype).removeprefix("torch."),)
+    assert report.skipped == {}
     assert f"dithered {report.n_weights} weights" in str(model.quantization_report)
     wanted = plain(IDS).logits
     assert torch.equal(model(IDS).logits, wanted)
@@ -223,7 +230,8 @@ def test_a_model_that_is_not_quantized(half):
     moved = {name for name in loaded if not torch.equal(first[name], loaded[name])}
     projections = {name for name in loaded if name.endswith(("proj.weight", "lm_head.weight"))}
     assert moved == projections - {"model.layers.0.mlp.up_proj.weight"}
-    assert reports[0].n_weights == sum(loaded[name].numel() for name in moved) and reports[0].dtypes == ("bfloat16",)
+    assert reports[0].n_weights == sum(loaded[name].numel() for name in moved)
+    assert reports[0].dtypes == ("bfloat16",)
     assert all(torch.equal(second[name].bfloat16().float(), loaded[name]) for name in loaded)
     assert all(torch.equal(first[name], second[name]) for name in moved)
     assert not any(torch.equal(second[name], seeded[name]) for name in moved)
@@ -233,7 +241,8 @@ def test_a_model_that_is_not_quantized(half):
     name = "model.layers.0.mlp.down_proj.weight"
     step = loaded[name].abs() * 2**-8 / 100
     seen = [((w[name] + step).bfloat16() != w[name].bfloat16()).float().mean() for w in (second, loaded)]
-    assert 0.005 < seen[0] < 0.02 and seen[1] == 0
+    assert 0.005 < seen[0] < 0.02
+    assert seen[1] == 0
     with pytest.raises(ValueError, match="no trainable matrix"):
         dither_masters(nn.LayerNorm(4))
 

@@ -113,13 +113,15 @@ def test_tool(command, monkeypatch):
             monkeypatch.setattr("sys.argv", arguments[arguments.index("lm_eval") :])
             given = harness.HarnessCLI().parse_args()
             known = inspect.signature(importlib.import_module("lm_eval.models.huggingface").HFLM).parameters
-            assert given.model == "hf" and given.model_args.keys() <= known.keys()
+            assert given.model == "hf"
+            assert given.model_args.keys() <= known.keys()
         return
     if name in RECIPES:
         return check_recipe(name, arguments)
     known = typer.main.get_command(app).commands[name].params
     options = {option: param for param in known for option in param.opts if option.startswith("--")}
-    plain, given = 0, set()
+    plain = 0
+    given = set()
     words = iter(arguments)
     for word in words:
         if word.startswith("-"):

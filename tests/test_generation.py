@@ -49,9 +49,11 @@ def test_each_weight_is_quantized_once_per_call(checkpoint, count):
     assert count() == LINEARS * TOKENS  # what it costs without
     for _ in range(2):
         assert torch.equal(logits(model), expected)
-        assert count() == LINEARS and nothing_is_open(model)
+        assert count() == LINEARS
+        assert nothing_is_open(model)
     with cached_weights(model):
-        assert torch.equal(logits(model), expected) and torch.equal(logits(model), expected)
+        assert torch.equal(logits(model), expected)
+        assert torch.equal(logits(model), expected)
     assert count() == LINEARS
 
 

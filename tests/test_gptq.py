@@ -31,7 +31,8 @@ def case(rows=32, columns=96, tokens=200, seed=0):
 
 def by_elimination(weight, moments, block=32):
     """Optimal brain quantization in float64, one column after the other, with scales by the rule `even`."""
-    rest, count = weight.double().clone(), weight.shape[1]
+    rest = weight.double().clone()
+    count = weight.shape[1]
     inverse = torch.linalg.inv(moments.double() + DAMPING * moments.double().diagonal().mean() * torch.eye(count))
     found = torch.empty_like(rest)
     for j in range(count):
@@ -92,13 +93,15 @@ def test_residuals_by_hand():
     weight[..., 0], weight[..., 1] = 6.0, torch.tensor([2.2, 2.4, 2.0, 2.1])
     found = round_weight(weight.view(1, 128), torch.eye(128), parse_scheme("rceil+of1")).view(4, 32)
     # The residuals .2, .4 and .1 of 2.0 in steps of 2**-5, with the scales .2 / 6, .4 / 6 and .1 / 6 rounded up.
-    assert found[:, 1].tolist() == [2.1875, 2.375, 2.0, 2.09375] and (found[:, 0] == 6).all()
+    assert found[:, 1].tolist() == [2.1875, 2.375, 2.0, 2.09375]
+    assert (found[:, 0] == 6).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotated_values_stay(dtype):
     weight, moments = case(columns=192)
-    scheme, rotation = parse_scheme("even+mbs128-blockwise"), Rotation(64)
+    scheme = parse_scheme("even+mbs128-blockwise")
+    rotation = Rotation(64)
     found = round_weight(weight.to(dtype), moments, scheme, rotation)
     again = apply_scheme(rotate(found.float(), 64), scheme)
     assert torch.allclose(rotate(again, 64), found.float(), rtol=0, atol=0.02)
@@ -148,9 +151,12 @@ def texts(count=8, length=24):
 
 
 def test_the_values_stay_and_predictions_are_nearer():
-    original, model = make_model("llama"), make_model("llama")
+    original = make_model("llama")
+    model = make_model("llama")
     found = round_model(model, texts(), CONFIG)
-    assert len(found.layers) == 14 and not found.left and found.gain_db > 1
+    assert len(found.layers) == 14
+    assert not found.left
+    assert found.gain_db > 1
     assert [name.rsplit(".", 1)[1] for name in found.layers] == [*PER_LAYER, *PER_LAYER]
     reference, plain, quantized = evaluate(model, texts(), read_schemes([SCHEME]), reference=original)
     assert quantized.kl.value == plain.kl.value > 0
@@ -162,7 +168,8 @@ def test_the_values_stay_and_predictions_are_nearer():
     ("family", "dtype"), [("qwen2", torch.float32), ("qwen3", torch.bfloat16), ("gemma", torch.bfloat16)]
 )
 def test_decoder_layers_run_one_by_one_are_the_model(family, dtype):
-    model, batches = make_model(family, dtype=dtype).eval(), texts(3)
+    model = make_model(family, dtype=dtype).eval()
+    batches = texts(3)
     with torch.no_grad():
         run = DecoderRun(model, batches)
         for index in range(len(run.layers)):
@@ -186,7 +193,8 @@ def test_later_layers_are_rounded_on_what_rounded_ones_give(monkeypatch):
     model = make_model("llama").eval()
     round_model(model, texts(), CONFIG)
     # Layers that read the same states share their moments, and these are of the model as it is by then.
-    assert all(torch.equal(seen[0], seen[i]) for i in (1, 2)) and torch.equal(seen[4], seen[5])
+    assert all(torch.equal(seen[0], seen[i]) for i in (1, 2))
+    assert torch.equal(seen[4], seen[5])
     inputs = []
     down = model.model.layers[1].mlp.down_proj
     handle = down.register_forward_pre_hook(lambda _, x: inputs.append(x[0].flatten(0, 1)))
@@ -203,7 +211,8 @@ def test_experts_are_left_alone_and_named(family, rounded):
     model = make_model(family)
     experts = {name: value.clone() for name, value in model.state_dict().items() if ".experts." in name}
     found = round_model(model, texts(), CONFIG)
-    assert len(found.layers) == rounded and found.left == tuple(f"model.layers.{i}.mlp.experts" for i in range(2))
+    assert len(found.layers) == rounded
+    assert found.left == tuple(f"model.layers.{i}.mlp.experts" for i in range(2))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in experts.items())
 
 
@@ -231,19 +240,23 @@ def folder(tmp_path):
 
 def test_the_command_shows_its_progress(folder, progress_bars):
     done = finish("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl")
-    assert "Running the model: " in done.stderr and "Rounding weights:   0%|          | 0/14" in done.stderr
+    assert "Running the model: " in done.stderr
+    assert "Rounding weights:   0%|          | 0/14" in done.stderr
 
 
 def test_packing_what_the_command_writes_loses_nothing(folder):
     done = finish("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
     said = json.loads(done.stdout)
-    assert len(said["layers"]) == 14 and said["left"] == [] and said["gain_db"] > 1
+    assert len(said["layers"]) == 14
+    assert said["left"] == []
+    assert said["gain_db"] > 1
     packed = MXFP4RLConfig(mode="packed", preset="w4a16", fprop={"weight": "even+mbs128-blockwise"})
     plain = AutoModelForCausalLM.from_pretrained(folder / "out", dtype="auto")
     quantized = AutoModelForCausalLM.from_pretrained(folder / "out", quantization_config=packed, dtype="auto")
     for i, layer in enumerate(quantized.model.layers):
         weight = plain.model.layers[i].mlp.down_proj.weight
-        assert weight.dtype == torch.bfloat16 and torch.equal(layer.mlp.down_proj.dequantized_weight(), weight)
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(layer.mlp.down_proj.dequantized_weight(), weight)
     assert run("verify", folder / "out").exit_code == 0
 
 
@@ -265,4 +278,6 @@ def test_the_command_says_what_it_cannot_do(folder):
         ("base", (), "overwrite"),
     ):
         done = run("gptq", folder / "base", folder / out, *texts, *arguments)
-        assert done.exit_code == 2 and message in done.stderr and not (folder / "out").exists()
+        assert done.exit_code == 2
+        assert message in done.stderr
+        assert not (folder / "out").exists()

@@ -76,7 +76,8 @@ HEADS = ("lm_head", "embed_out", "score", "classifier", "qa_outputs")
 def test_routers_and_heads_are_left_alone_by_name(name):
     model = tree(**{name: nn.Linear(4, 2), "layers__0__mlp__gate_proj": nn.Linear(4, 4)})
     quantized, skipped = find_layers(model)
-    assert list(quantized) == ["layers.0.mlp.gate_proj"] and list(skipped) == [name.replace("__", ".")]
+    assert list(quantized) == ["layers.0.mlp.gate_proj"]
+    assert list(skipped) == [name.replace("__", ".")]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_routers_and_heads_are_left_alone_by_name(name):
 def test_extra_skips(patterns, n_quantized):
     model = make_model()
     quantized, skipped = find_layers(model, patterns)
-    assert len(quantized) == n_quantized and len(skipped) == 15 - n_quantized and "lm_head" in skipped
+    assert len(quantized) == n_quantized
+    assert len(skipped) == 15 - n_quantized
+    assert "lm_head" in skipped
     assert split_linears(model, patterns) == (quantized, list(skipped))
 
 
@@ -109,7 +112,8 @@ def test_a_skip_that_matches_nothing_is_an_error(pattern):
 @pytest.mark.parametrize("pattern", ["model.layers.1", "layers.1", r"re:model\.layers\.1\..*", r"re:layers\.1\..*"])
 def test_a_base_model_understands_the_names_of_its_head_model(pattern):
     quantized, skipped = find_layers(make_model("llama").model, [pattern])
-    assert len(quantized) == 7 and all(name.startswith("layers.0.") for name in quantized)
+    assert len(quantized) == 7
+    assert all(name.startswith("layers.0.") for name in quantized)
     assert len(skipped) == 7
 
 
@@ -118,7 +122,8 @@ def test_subclasses_of_linear_are_left_alone():
         pass
 
     quantized, skipped = find_layers(tree(a=nn.Linear(4, 4), b=Special(4, 4), c=nn.Bilinear(4, 4, 4)))
-    assert list(quantized) == ["a"] and skipped == {}
+    assert list(quantized) == ["a"]
+    assert skipped == {}
 
 
 # ---- structure ------------------------------------------------------------------------------------------------------
@@ -175,7 +180,8 @@ def test_heads_are_what_stands_outside_the_layers(model, config, options, heads)
 def test_of_several_modalities_the_layers_of_the_text_decoder_are_quantized(model, config, options, body):
     model = on_meta(model, config, **options)
     quantized, skipped = find_layers(model)
-    assert quantized and all(name.startswith(body) for name in quantized)
+    assert quantized
+    assert all(name.startswith(body) for name in quantized)
     assert {reason for name, reason in skipped.items() if name != "lm_head"} <= {OTHER_MODALITY, HEAD}
     inside = text_part(model)
     assert all(module in inside for module in quantized.values())
@@ -187,7 +193,8 @@ def test_of_several_modalities_the_layers_of_the_text_decoder_are_quantized(mode
 def test_the_layers_of_a_speech_or_vision_model_alone_are_quantized(model, config):
     model = on_meta(model, config)
     quantized, skipped = find_layers(model)
-    assert len(quantized) > 10 * len(skipped) and text_part(model) is None
+    assert len(quantized) > 10 * len(skipped)
+    assert text_part(model) is None
 
 
 def test_routers_are_found_by_their_number_of_outputs():

@@ -63,11 +63,10 @@ def found(tmp_path_factory):
 def test_every_cell_ran_in_mxfp4_and_was_measured(found):
     assert found["cells"] == sum(cell["cell_type"] == "code" for cell in cells()) >= 9
     # Seven layers in each of two blocks.
-    assert found["quantized"] == found["packed"] == 14 and found["bits"] == 4.3125
-    assert (
-        "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]" in found["loaded"]
-        and found["parameters"] < 350_000
-    )
+    assert found["quantized"] == found["packed"] == 14
+    assert found["bits"] == 4.3125
+    assert "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]" in found["loaded"]
+    assert found["parameters"] < 350_000
     errors = found["errors"]
     assert errors["outlier fallback"] < errors["block mantissas"] < errors["macro blocks"] < errors["plain MXFP4"] < 2
     assert 0 < found["kl"]["default"] < found["kl"]["rceil"] < 0.1
@@ -76,15 +75,19 @@ def test_every_cell_ran_in_mxfp4_and_was_measured(found):
 
 
 def test_it_trained(found):
-    assert len(found["history"]) == 8 and all(math.isfinite(value) for entry in found["history"] for value in entry)
-    assert found["noise"] == pytest.approx(0.01) and min(gradient for *_, gradient in found["history"]) > 0
-    assert all(50 <= right <= 100 for right in found["right"]) and found["right"][0] != found["right"][1]
+    assert len(found["history"]) == 8
+    assert all(math.isfinite(value) for entry in found["history"] for value in entry)
+    assert found["noise"] == pytest.approx(0.01)
+    assert min(gradient for *_, gradient in found["history"]) > 0
+    assert all(50 <= right <= 100 for right in found["right"])
+    assert found["right"][0] != found["right"][1]
     assert found["report"] > 10_000
 
 
 def test_what_it_saved(found):
     sizes = found["sizes"]
-    assert found["same"] and found["difference"] < 1e-4
+    assert found["same"]
+    assert found["difference"] < 1e-4
     # Float32 is 32 bits a weight, packed 4.31 and exported 4.25, beside embeddings, head and norms in float32.
     assert sizes["exported"] < sizes["packed"] < sizes["base"] / 3
     assert sizes["base"] == pytest.approx(sizes["policy"], rel=0.01)
@@ -96,8 +99,10 @@ def test_it_shows_what_its_cells_print():
     code = [cell for cell in cells() if cell["cell_type"] == "code"]
     prints = [cell for cell in code if re.search(r"^ *print\(", "".join(cell["source"]), re.M)]
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert len(prints) == 9 and all(cell["outputs"] for cell in prints)
+    assert len(prints) == 9
+    assert all(cell["outputs"] for cell in prints)
     assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
     assert sum("image/png" in output.get("data", ()) for output in outputs) == 1
     text = "".join("".join(output.get("text", "")) for output in outputs)
-    assert "4.31 bits for each weight of 14 layers" in text and "refused: format 'compressed-tensors'" in text
+    assert "4.31 bits for each weight of 14 layers" in text
+    assert "refused: format 'compressed-tensors'" in text

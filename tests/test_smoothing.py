@@ -73,14 +73,18 @@ def changed(model, before):
 )
 def test_the_model_stays_the_same_bit_for_bit(family, dtype):
     model = with_outliers(family, dtype, layers=1)
-    before, weights = logits(model), state(model)
+    before = logits(model)
+    weights = state(model)
     found = smooth_model(model)
     assert set(found.places) == {f"model.layers.0.{name}" for name in FAMILIES[family]}
-    assert 0 < found.n_channels < found.n_all and found.exponents[1] >= 2 and not found.undone
+    assert 0 < found.n_channels < found.n_all
+    assert found.exponents[1] >= 2
+    assert not found.undone
     assert torch.equal(logits(model), before)
     # Masters stay numbers of the checkpoint's dtype, which it is saved in again, and vLLM gets.
     names = changed(model, weights)
-    assert names and all(torch.equal(v.bfloat16().to(dtype), v) for v in (model.state_dict()[name] for name in names))
+    assert names
+    assert all(torch.equal(v.bfloat16().to(dtype), v) for v in (model.state_dict()[name] for name in names))
     assert not any(name in changed_name for name in ("embed", "lm_head") for changed_name in names)
 
 
@@ -96,7 +100,8 @@ def test_scales_are_the_definition():
     # All in the activations: less the mean of 1: -1, 3, -1, -1 for strength 1.
     assert _exponents(place, squares, 1.0).tolist() == [[-1, 3, -1, -1]]
     scaled = _Scaled(place, exponents)
-    assert norm.tolist() == [1, 4, 1, 2] and weight.tolist() == [[1, 4, 1, 2], [1, 4, 1, 2]]
+    assert norm.tolist() == [1, 4, 1, 2]
+    assert weight.tolist() == [[1, 4, 1, 2], [1, 4, 1, 2]]
     scaled.undo()
     assert norm.tolist() == [1, 16, 1, 1]
 
@@ -107,10 +112,13 @@ def test_norms_that_add_one_are_divided_where_that_is_exact():
     reader = (torch.ones(1, 2, 4),)
     place = Place("reader", "norms", nn.Identity(), None, (norm[None, None],), reader, reader, adds_one=True)
     scaled = _Scaled(place, torch.tensor([[0.0, 1.0, 1.0, 1.0]]))
-    assert scaled.exponents.tolist() == [[0, 1, 1, 0]] and scaled.n_inexact == 1
-    assert norm.tolist() == [2.0**-30, 1.0, -0.75, 0.498046875] and reader[0][0, 0].tolist() == [1, 2, 2, 1]
+    assert scaled.exponents.tolist() == [[0, 1, 1, 0]]
+    assert scaled.n_inexact == 1
+    assert norm.tolist() == [2.0**-30, 1.0, -0.75, 0.498046875]
+    assert reader[0][0, 0].tolist() == [1, 2, 2, 1]
     scaled.undo()
-    assert norm.tolist() == [2.0**-30, 3.0, -0.5, 0.498046875] and (reader[0] == 1).all()
+    assert norm.tolist() == [2.0**-30, 3.0, -0.5, 0.498046875]
+    assert (reader[0] == 1).all()
 
 
 def test_what_a_dtype_cannot_hold_keeps_its_scale():
@@ -119,16 +127,20 @@ def test_what_a_dtype_cannot_hold_keeps_its_scale():
         model.model.layers[0].mlp.up_proj.weight[5, 0] = 2.0**-149  # nothing smaller is a float32
     before = logits(model)
     found = smooth_model(model, strength=1.0)
-    assert found.n_inexact == 1 and "1 more have no exact scale" in str(found) and len(found.places) == 8
+    assert found.n_inexact == 1
+    assert "1 more have no exact scale" in str(found)
+    assert len(found.places) == 8
     assert torch.equal(logits(model), before)
 
 
 def test_places_whose_arithmetic_differs_are_left():
     model = with_outliers()
     model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda _, __, output: output.clamp(-40, 40))
-    before, weights = logits(model), state(model)
+    before = logits(model)
+    weights = state(model)
     found = smooth_model(model)
-    assert found.undone == ("values",) and "not values, with which outputs change" in str(found)
+    assert found.undone == ("values",)
+    assert "not values, with which outputs change" in str(found)
     assert not any("o_proj" in name for name in {*found.places, *changed(model, weights)})
     assert torch.equal(logits(model), before)
     model.model.norm.register_forward_hook(lambda _, __, output: output + torch.rand(()))
@@ -141,11 +153,14 @@ def test_places_whose_arithmetic_differs_are_left():
 def test_shared_layers_and_experts_without_tokens_are_left():
     model = with_outliers("qwen3_moe")
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
-    router, experts = model.model.layers[0].mlp.gate, model.model.layers[0].mlp.experts
+    router = model.model.layers[0].mlp.gate
+    experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
         router.weight[3] = -torch.ones(64) * router.weight[:3].abs().sum()  # of positive inputs never chosen
         model.model.layers[0].post_attention_layernorm.weight.abs_()
-    before, weights, unused = logits(model), state(model), experts.down_proj[3].clone()
+    before = logits(model)
+    weights = state(model)
+    unused = experts.down_proj[3].clone()
     chosen = []
     router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
     found = smooth_model(model)
@@ -185,18 +200,22 @@ def outliers(tmp_path):
 def test_a_plain_checkpoint_is_smoothed_as_it_is_loaded(outliers, tmp_path, caplog):
     torch.manual_seed(1)
     random = torch.get_rng_state()
-    model, again = load(outliers), load(outliers)
+    model = load(outliers)
+    again = load(outliers)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
     report = model.quantization_report
-    assert len(report.smoothing.places) == 8 and "smoothed 8 places" in str(report)
+    assert len(report.smoothing.places) == 8
+    assert "smoothed 8 places" in str(report)
     assert report.dither.n_weights == report.n_weights  # the scaled weights are 16-bit numbers
 
     model.save_pretrained(tmp_path / "saved")
     saved = load(tmp_path / "saved")
-    assert saved.quantization_report.smoothing is None and torch.equal(logits(saved), logits(model))
+    assert saved.quantization_report.smoothing is None
+    assert torch.equal(logits(saved), logits(model))
     off = load(outliers, smooth=False, dither_ties=False)
-    assert off.quantization_report.smoothing is None and "smoothed" not in str(off.quantization_report)
+    assert off.quantization_report.smoothing is None
+    assert "smoothed" not in str(off.quantization_report)
     stored = load_file(outliers / "model.safetensors")
     assert all(torch.equal(matrix.weight().bfloat16(), stored[matrix.full_name]) for matrix in trainable_matrices(off))
     assert "without smoothing" not in caplog.text
@@ -230,13 +249,15 @@ def test_weights_that_are_not_here_are_not_smoothed(outliers, monkeypatch, caplo
     model = load(outliers, smooth=False)
     weights = state(model)
     model.model.layers[0].mlp.up_proj.weight.ds_id = 0
-    assert smooth_loaded(model) is None and changed(model, weights) == set()
+    assert smooth_loaded(model) is None
+    assert changed(model, weights) == set()
     assert "spread over processes; run `hf-mxfp4 smooth` first" in caplog.text
     caplog.clear()
     # As in all processes but the first under FSDP with cpu_ram_efficient_loading.
     monkeypatch.setattr(quantizer, "is_fsdp_enabled", lambda: True)
     monkeypatch.setattr(quantizer, "is_local_dist_rank_0", lambda: False)
-    assert load(outliers).quantization_report.smoothing is None and "smoothing" not in caplog.text
+    assert load(outliers).quantization_report.smoothing is None
+    assert "smoothing" not in caplog.text
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -251,17 +272,21 @@ def folder(tmp_path):
 def test_the_command_writes_a_checkpoint_that_computes_the_same(has_text, folder):
     words = ("smooth", folder / "base", folder / "out", *(("--text", folder / "sums.jsonl") if has_text else ()))
     said = json.loads(finish(*words, "--json").stdout)
-    assert len(said["places"]) == 8 and said["n_channels"] > 0
+    assert len(said["places"]) == 8
+    assert said["n_channels"] > 0
     old, new = (AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto") for name in ("base", "out"))
-    assert torch.equal(logits(old), logits(new)) and new.dtype == torch.bfloat16
+    assert torch.equal(logits(old), logits(new))
+    assert new.dtype == torch.bfloat16
     assert not torch.equal(old.model.layers[0].mlp.up_proj.weight, new.model.layers[0].mlp.up_proj.weight)
     assert run("verify", folder / "out").exit_code == 0
     again = run(*words)
-    assert again.exit_code == 2 and "overwrite" in again.stderr
+    assert again.exit_code == 2
+    assert "overwrite" in again.stderr
 
 
 def test_a_vision_tower_and_side_files_are_kept(folder):
-    base, out = folder / "base", folder / "out"
+    base = folder / "base"
+    out = folder / "out"
     text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     text |= {"head_dim": 32, "vocab_size": 32, "num_key_value_heads": 1}
     text |= {"layer_types": ["full_attention"], "pad_token_id": 0}
@@ -274,9 +299,11 @@ def test_a_vision_tower_and_side_files_are_kept(folder):
     old, new = (load_file(each / "model.safetensors") for each in (base, out))
     assert old.keys() == new.keys()
     towers = {name for name in old if "visual" in name}
-    assert towers and all(torch.equal(old[name], new[name]) for name in towers)
+    assert towers
+    assert all(torch.equal(old[name], new[name]) for name in towers)
     assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == set()
     t5 = AutoConfig.for_model("t5", vocab_size=32, d_model=32, d_kv=16, num_layers=1)
     AutoModelForSeq2SeqLM.from_config(t5).save_pretrained(base)
     done = run("smooth", base, out, "--text", folder / "sums.jsonl", "--overwrite")
-    assert done.exit_code == 2 and "T5ForConditionalGeneration does not predict the next token" in done.stderr
+    assert done.exit_code == 2
+    assert "T5ForConditionalGeneration does not predict the next token" in done.stderr

@@ -104,7 +104,8 @@ def test_products_of_many_rows_run_on_fp8_cores(plugin):
     reset_matmul_counts()
     with torch.inference_mode():
         found = method.apply(layer, x)
-    assert torch.equal(found, source(x)) and matmul_counts()["fprop"] == {"fp8": 2}
+    assert torch.equal(found, source(x))
+    assert matmul_counts()["fprop"] == {"fp8": 2}
     torch.testing.assert_close(found, source.quantized_input(x, x.dtype) @ source.dequantized_weight().T)
 
 
@@ -133,7 +134,8 @@ def test_dense_layers_compute_the_same(plugin, options):
     layer.weight.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
     push_layers(method, layer, [source])
     method.process_weights_after_loading(layer)
-    assert layer.was_processed and method.expected.is_loaded
+    assert layer.was_processed
+    assert method.expected.is_loaded
     x = torch.randn(5, 256)
     assert torch.equal(method.apply(layer, x), source(x))
     compiled = torch.compile(lambda x: method.apply(layer, x), fullgraph=True, backend="eager")
@@ -202,10 +204,12 @@ def test_the_scheme_comes_from_config_json(quantization, checkpoint, tmp_path):
     config = quantization.MXFP4RLVLLMConfig.from_config({**stored, "vllm": {"adapter_rank": 4}})
     assert config.settings == EngineSettings("packed", 4)
     config = quantization.MXFP4RLVLLMConfig.from_config(stored)
-    assert config.scheme == model.config.quantization_config and "mbs128" in repr(config)
+    assert config.scheme == model.config.quantization_config
+    assert "mbs128" in repr(config)
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     method = config.get_quant_method(LinearBase(), "model.layers.0.self_attn.qkv_proj")
-    assert method.parts == QKV and config.expected.linears == set(QKV)
+    assert method.parts == QKV
+    assert config.expected.linears == set(QKV)
 
 
 def test_which_layers_are_quantized(plugin, quantization):

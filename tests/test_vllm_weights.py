@@ -114,7 +114,8 @@ def test_codes_are_dequantized_for_dense_layers_once_all_are_there(config, is_lo
         for pair in first:
             assert convert(config, expected, [pair]) == []
         ((name, found),) = convert(config, expected, [last])
-        assert name == f"{NAME}.weight" and torch.equal(found, values(packed, config.weight_scheme))
+        assert name == f"{NAME}.weight"
+        assert torch.equal(found, values(packed, config.weight_scheme))
         assert not expected.pending
 
 

@@ -41,14 +41,16 @@ def make_model(
 def save_openai(folder, *, layers=1, **options):
     """Save a checkpoint as OpenAI's of gpt-oss: experts as blocks and scales of random bytes, the rest bfloat16."""
     make_model("gpt_oss", layers=layers, dtype=torch.bfloat16, **options).save_pretrained(folder)
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
         experts, columns, rows = tensors.pop(name).shape
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
         scales = torch.randint(115, 125, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config, skips = json.loads((folder / "config.json").read_text()), ["self_attn", "mlp.router"]
+    config = json.loads((folder / "config.json").read_text())
+    skips = ["self_attn", "mlp.router"]
     skips = [*(f"model.layers.*.{name}" for name in skips), "model.embed_tokens", "lm_head"]
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skips}
     (folder / "config.json").write_text(json.dumps(config))

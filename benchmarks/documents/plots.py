@@ -107,7 +107,8 @@ _GROUPS = {
 
 def _group_of(record: Record) -> str | None:
     """Return the group of points that a record is in, `None` for one that is not drawn."""
-    name, variant = record["name"], record["variant"]
+    name = record["name"]
+    variant = record["variant"]
     if variant == AS_IT_IS:
         if name in PAPERS:
             return "the papers' schemes"

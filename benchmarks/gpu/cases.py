@@ -108,7 +108,8 @@ def _quantizer_of_both(shape: tuple[int, ...]):
             if backend == "triton":
                 rows, columns = mxfp4_kernels.quantize_rows_and_columns(x)
             else:
-                rows, columns = numerics.quantize(x), numerics.quantize(x.mT.contiguous())
+                rows = numerics.quantize(x)
+                columns = numerics.quantize(x.mT.contiguous())
             return [(rows.codes, rows.scale), (columns.codes, columns.scale)]
 
         return call
@@ -174,7 +175,8 @@ def _packed_product(rows: int, n: int, k: int):
 
 def _plain_product(rows: int, n: int, k: int):
     def build(device: torch.device) -> Call:
-        x, weight = random_matrix(device, rows, k), _weight(device, n, k)
+        x = random_matrix(device, rows, k)
+        weight = _weight(device, n, k)
         return lambda: F.linear(x, weight)
 
     return build
@@ -184,7 +186,8 @@ def _nf4_product(rows: int, n: int, k: int):
     def build(device: torch.device) -> Call:
         import bitsandbytes as bnb
 
-        x, weight = random_matrix(device, rows, k), _weight(device, n, k)
+        x = random_matrix(device, rows, k)
+        weight = _weight(device, n, k)
         stored, state = bnb.functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
         return lambda: bnb.matmul_4bit(x, stored.t(), quant_state=state)
 

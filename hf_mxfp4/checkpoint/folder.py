@@ -21,7 +21,8 @@ from ..files import regular_file, write_json
 
 
 CONFIG = "config.json"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 #: Key of `config.json` under which transformers looks for the name of the weights first.
 WEIGHTS_KEY = "transformers_weights"
 #: Layers or experts.

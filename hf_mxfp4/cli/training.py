@@ -170,7 +170,9 @@ def _wrapped(launch: Any) -> Any:
         if args.training_script != _MODULE:
             script = ["-m", args.training_script] if args.module else [args.training_script]
             args.training_script_args = [*_COMMAND, *script, *args.training_script_args]
-            args.training_script, args.module, args.no_python = _MODULE, True, False
+            args.training_script = _MODULE
+            args.module = True
+            args.no_python = False
         return launch(args)
 
     return launch_through_run

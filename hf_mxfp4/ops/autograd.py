@@ -67,7 +67,9 @@ class _QuantizedLinear(torch.autograd.Function):
         out, saved, operand = plan.forward(x, weight, bias, state, groups, True, weight_needs_grad)
         is_kept = ctx.needs_input_grad[0] and state.spec.reuses_weight and _keeps_operand(operand, weight, state)
         ctx.save_for_backward(weight, operand if is_kept else None, *saved)
-        ctx.plan, ctx.state, ctx.groups = plan, state, groups
+        ctx.plan = plan
+        ctx.state = state
+        ctx.groups = groups
         ctx.step = state.step
         return not_a_view(out)
 

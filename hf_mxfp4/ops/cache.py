@@ -146,7 +146,8 @@ def _version(weight: torch.Tensor, step: int | None) -> tuple:
 
 def _written_to(stale: Any, value: Any) -> Any:
     """Return a value in the memory of another one, of the same kind; the value itself where that has other shapes."""
-    old, new = _tensors(stale), _tensors(value)
+    old = _tensors(stale)
+    new = _tensors(value)
     if len(old) != len(new):
         return value
     for target, source in zip(old, new, strict=True):

@@ -25,7 +25,8 @@ _part_sizes = functools.lru_cache(maxsize=256)(part_sizes)
 _WORTH_A_THREAD = 1 << 17
 #: Elements of a panel, and the least rows, on one thread and on several: torch's product with fewer is slow. oneDNN
 #: computes some with fewer than 1024 on one thread whatever their number.
-_PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
+_PANEL = 1 << 20
+_PANEL_ROWS = (512, 1024)
 
 
 def unsupported_reason(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
@@ -111,7 +112,8 @@ def dither(rows: torch.Tensor, scheme: QuantScheme | None, half_cell: int, attem
         how = library.DitherStruct(half_cell=half_cell, attempts=attempts, seed=seed)
         described, cost = (None, 1) if scheme is None else _description(scheme, rows.shape[-1])
         threads = library.threads_for(4 * cost * rows.numel())
-        function, length = library.load()[0].mxfp4_dither, rows.shape[-1]
+        function = library.load()[0].mxfp4_dither
+        length = rows.shape[-1]
         function(rows.data_ptr(), length, described, len(rows), threads, ctypes.byref(how), ctypes.byref(stayed))
     return stayed.value
 
@@ -120,7 +122,8 @@ def dither(rows: torch.Tensor, scheme: QuantScheme | None, half_cell: int, attem
 def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
     """Return a pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of
     plain quantization take as long as one under this scheme."""
-    rule, alpha = scheme.scale_rule, scheme.outlier_fallback
+    rule = scheme.scale_rule
+    alpha = scheme.outlier_fallback
     described = library.SchemeStruct(
         carry=rule.carry,
         clips=rule.clips,
@@ -153,7 +156,8 @@ def _agrees_with_the_reference() -> bool:
         for dtype in TYPES:
             largest = torch.finfo(dtype).max
             values = x.clamp(-largest, largest).to(dtype)
-            packed, expected = quantize(values, scheme, 1), numerics.quantize(values, **vars(scheme))
+            packed = quantize(values, scheme, 1)
+            expected = numerics.quantize(values, **vars(scheme))
             if not torch.equal(fake_quantize(values, scheme), numerics.apply_scheme(values, scheme)):
                 return False
             if not torch.equal(packed.codes, expected.codes) or not torch.equal(packed.scale, expected.scale):
@@ -166,7 +170,8 @@ def _agrees_with_the_reference() -> bool:
 
 def _multiplies_as_the_reference() -> bool:
     """Return whether products on codes, of whole numbers and so exact in every order of sums, are right."""
-    generator, like = torch.Generator().manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
+    generator = torch.Generator().manual_seed(0)
+    like = {"dtype": torch.float32, "device": "cpu"}
     x = torch.randint(-2, 3, (6, 300), generator=generator, **like)
     weights = torch.randint(-4, 5, (3, 33, 300), generator=generator, **like)
     ends = torch.tensor([1, 3, 6], dtype=torch.int32, device="cpu")  # tiles have 1, 2 and 4 rows
@@ -204,7 +209,9 @@ class PackedProduct:
     """
 
     def __init__(self, n: int, k: int, scheme: QuantScheme, dtype: torch.dtype, n_experts: int | None = None):
-        self.n, self.k, self.scheme = n, k, scheme
+        self.n = n
+        self.k = k
+        self.scheme = scheme
         self._function = library.load()[0].mxfp4_product
         self._arguments = library.ProductStruct(
             type=TYPES[dtype],
@@ -303,7 +310,8 @@ def product(
         ValueError: ``x``, the weight and the bias do not fit together.
         RuntimeError: one of them is not on the CPU, or its memory was freed.
     """
-    n, k = weight.codes.shape[-2], weight.length
+    n = weight.codes.shape[-2]
+    k = weight.length
     leading: tuple[int, ...] = (n,)
     n_experts = None
     if ends is not None:

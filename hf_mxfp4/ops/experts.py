@@ -75,7 +75,8 @@ class ExpertsPlan(LinearPlan):
     def _grouped_dgrad(self, rows: torch.Tensor, weight: FP8Operand, state: GemmState, groups: Groups) -> torch.Tensor:
         """Return Dgrad of all experts on FP8 tensor cores, each with random numbers of its tokens where any are drawn.
         Products with a rotation are not in FP8."""
-        dgrad, backend = self.spec.scheme.dgrad, self.spec.backend
+        dgrad = self.spec.scheme.dgrad
+        backend = self.spec.backend
         left = None
         if dgrad.is_random:
             parts = [

@@ -39,7 +39,8 @@ from . import triton as triton_kernels
 #: Hardware with NVFP4 products, and with those of MXFP4 and MXFP8 too.
 FP4_HARDWARE = ("sm_100", "sm_103", "sm_120", "sm_121")
 MXFP4_HARDWARE = ("sm_100", "sm_103")
-_SWIZZLED, _PLAIN = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE
+_SWIZZLED = SwizzleType.SWIZZLE_32_4_4
+_PLAIN = SwizzleType.NO_SWIZZLE
 
 
 #: Elements and scale bytes of rows in MXFP8, as [`hf_mxfp4.numerics.quantize_mxfp8`] gives them.
@@ -116,7 +117,8 @@ def fp4_product(a: FP4Operand, b: FP4Operand, dtype: torch.dtype = torch.bfloat1
         blocks = ScalingType.BlockWise1x32
         scales = a.scale, blocks, b.scale, blocks, _SWIZZLED, _SWIZZLED
         return F.scaled_mm(a.elements, b.elements.t(), *scales, output_dtype=dtype)
-    recipe, swizzles = [ScalingType.BlockWise1x16, ScalingType.TensorWise], [_SWIZZLED, _PLAIN]
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzles = [_SWIZZLED, _PLAIN]
     by_rows = len(a.factor) > 1
     of_a = torch.ones_like(b.factor) if by_rows else a.factor
     scales = [a.scale, of_a.reshape(1)], recipe, [b.scale, b.factor.reshape(1)], recipe, swizzles, swizzles
@@ -139,7 +141,8 @@ def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
 def problem(recipe: str, device: torch.device) -> str | None:
     """Why a recipe, which PyTorch may lack, cannot be used on a device; `None` where a small product is right."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = _example(130, generator), _example(48, generator)
+    x = _example(130, generator)
+    weight = _example(48, generator)
     options: dict[str, Any] = {}
     if recipe != "mxfp4":
         search = "block_mantissas_fp8" if recipe == "mxfp8" else "block_mantissas"

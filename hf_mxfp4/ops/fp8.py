@@ -119,7 +119,8 @@ def multiply_fp8(
     """Return ``a [..., C] b[D, C]^T + bias[D]`` in ``dtype``; with groups ``b [E, D, C]`` for the rows of each
     expert."""
     *leading, length = a.elements.shape
-    rows, scale = a.elements.reshape(-1, length).contiguous(), a.row_scales().flatten()
+    rows = a.elements.reshape(-1, length).contiguous()
+    scale = a.row_scales().flatten()
     options = {"output_dtype": dtype, "use_fast_accum": False}  # which would keep 14 bits of the sums
     if groups is None:
         scales = scale[:, None], _BY_ROW, b.row_scales()[None], _BY_ROW

@@ -28,7 +28,9 @@ class Groups:
         """From int32 ``[experts]``, where the rows of each end, on any device. Nothing is read back from there before
         `counts` is, or the groups are iterated over."""
         groups = cls.__new__(cls)
-        groups.n_experts, groups.n_rows, groups._ends = ends.shape[0], n_rows, ends
+        groups.n_experts = ends.shape[0]
+        groups.n_rows = n_rows
+        groups._ends = ends
         return groups
 
     @cached_property

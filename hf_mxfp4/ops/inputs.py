@@ -97,7 +97,8 @@ class Input:
         return (self.values(),)
 
     def _quantize(self, rows: torch.Tensor, rng: LayerRng | None) -> torch.Tensor:
-        fprop, backend = self._spec.scheme.fprop, self._spec.backend
+        fprop = self._spec.scheme.fprop
+        backend = self._spec.backend
         options = {"rotation": fprop.rotation, "dtype": self.dtype}
         return quantize_operand(rows, fprop.left, "fprop", "x", rng, backend, **options)
 

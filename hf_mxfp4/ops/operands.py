@@ -111,7 +111,8 @@ def rows_and_columns(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None`
     twice where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
-    dgrad, wgrad = spec.scheme.dgrad, spec.scheme.wgrad
+    dgrad = spec.scheme.dgrad
+    wgrad = spec.scheme.wgrad
     if not isinstance(dgrad.left, QuantScheme) or not isinstance(wgrad.left, QuantScheme):
         return None, None
     if (dgrad.rotation is None) != (wgrad.rotation is None):

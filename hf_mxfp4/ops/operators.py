@@ -137,7 +137,8 @@ def compiled_linear(
     groups: Groups | None = None,
 ) -> torch.Tensor:
     """[`hf_mxfp4.ops.quantized_linear`] where Dynamo traces."""
-    spec, dtype = state.spec, autocast_dtype(x) or x.dtype
+    spec = state.spec
+    dtype = autocast_dtype(x) or x.dtype
     has_gradient = torch.is_grad_enabled()
     saved = what_is_saved(spec, x.dtype, dtype) if weight.requires_grad and has_gradient else "nothing"
     ends = None if groups is None else groups.offsets(x.device)
@@ -160,7 +161,8 @@ def _forward(
     transposed: bool,
     has_gradient: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    state, groups = state_of(layer_id), groups_of(ends, x.shape[0])
+    state = state_of(layer_id)
+    groups = groups_of(ends, x.shape[0])
     plan = plan_of(state, x, weight, dtype)
     out, tensors, _ = plan.forward(x, weight, bias, state, groups, has_gradient, saved != "nothing")
     returned = _returned(saved, tensors)
@@ -211,7 +213,8 @@ def _backward(
     transposed: bool,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    state, groups = state_of(layer_id), groups_of(ends, grad.shape[0])
+    state = state_of(layer_id)
+    groups = groups_of(ends, grad.shape[0])
     if has_step:
         *tensors, step = tensors
         check_step(state, int(step))

@@ -50,8 +50,11 @@ class PackedPlan:
     def __init__(self, spec: GemmSpec, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype):
         weights = spec.weight_scheme
         codes = cast(torch.Tensor, packed[0])
-        self.spec, self.dtype, self.device = spec, dtype, x.device
-        self.n, self.k = codes.shape[-2], x.shape[-1]
+        self.spec = spec
+        self.dtype = dtype
+        self.device = x.device
+        self.n = codes.shape[-2]
+        self.k = x.shape[-1]
         self.rotation = spec.scheme.fprop.rotation
         self.quantizes_input = spec.input_scheme is not None or self.rotation is not None
         self.on_fp4_cores = fp4_products(spec, x.device, dtype, (self.n, self.k))
@@ -111,7 +114,8 @@ class PackedPlan:
         self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Return the product of the codes of both operands; `None` where FP4 tensor cores do not multiply these."""
-        way, spec = self.on_fp4_cores, self.spec
+        way = self.on_fp4_cores
+        spec = self.spec
         assert way is not None
         recipe = way.recipe_for(x)
         if recipe is None:
@@ -331,8 +335,10 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, state, groups, dtype, *packed):
         ctx.save_for_backward(*packed)
-        ctx.spec, ctx.groups = state.spec, groups
-        ctx.in_features, ctx.input_dtype = x.shape[-1], x.dtype
+        ctx.spec = state.spec
+        ctx.groups = groups
+        ctx.in_features = x.shape[-1]
+        ctx.input_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return not_a_view(_forward(x, packed, bias, state, groups, dtype))
 

@@ -80,7 +80,8 @@ def quantize_weight(
     if weight.is_meta:
         shapes = packed_shapes(weight.shape[0], weight.shape[1], scheme)
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
-    rows, eager = weight.shape[0], quantization.choose_backend(weight, scheme, backend) == "eager"
+    rows = weight.shape[0]
+    eager = quantization.choose_backend(weight, scheme, backend) == "eager"
     if eager or rotation is not None:
         rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     portions = [

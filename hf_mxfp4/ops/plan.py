@@ -117,7 +117,10 @@ class LinearPlan:
             needs: which gradients are needed.
         """
         rows = grad.reshape(-1, grad.shape[-1])
-        columns, right, x, grad_bias = rows.t(), None, None, None
+        columns = rows.t()
+        right = None
+        x = None
+        grad_bias = None
         if needs[0]:
             right = self.dgrad_operand(rows, weight, operand, state)
         if needs[1]:

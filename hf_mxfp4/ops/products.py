@@ -75,7 +75,8 @@ class ValueProducts:
             rng: the random numbers of the weight.
             quantized: ``Q(g)`` where it was made already.
         """
-        product, dtype = self.spec.scheme.dgrad, grad.dtype
+        product = self.spec.scheme.dgrad
+        dtype = grad.dtype
         left = quantized
         if left is None:
             left = gradient_operand(grad, product, "dgrad", "grad", self.spec, rng, dtype)
@@ -99,7 +100,8 @@ class ValueProducts:
             rng: the random numbers of the weight.
             quantized: ``Q(g)^T`` where it was made already.
         """
-        product, dtype = self.spec.scheme.wgrad, grad.dtype
+        product = self.spec.scheme.wgrad
+        dtype = grad.dtype
         left = quantized
         if left is None:
             left = gradient_operand(grad, product, "wgrad", "grad", self.spec, rng, dtype)
@@ -150,7 +152,8 @@ class FP8Products:
     ) -> torch.Tensor:
         """Return ``Q(g) Q(W)``; see [`ValueProducts.dgrad`]. What the forward product used of the weight is an
         [`FP8Operand`] here, also of all experts, whose scales along N go into the gradient."""
-        product, dtype = self.spec.scheme.dgrad, grad.dtype
+        product = self.spec.scheme.dgrad
+        dtype = grad.dtype
         if isinstance(weight, FP8Operand):
             grad, scale = fold_scales(grad, weight.scale, groups)
             right = FP8Operand(weight.transposed().elements, scale)
@@ -172,7 +175,8 @@ class FP8Products:
         quantized: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return ``Q(g)^T Q(x)``; see [`ValueProducts.wgrad`]."""
-        product, dtype = self.spec.scheme.wgrad, grad.dtype
+        product = self.spec.scheme.wgrad
+        dtype = grad.dtype
         if quantized is None:
             left = self._operand(grad, product, "wgrad", "grad", rng, dtype)
         else:

@@ -27,12 +27,14 @@ class LayerRng:
     """
 
     def __init__(self, seed: int, layer: str):
-        self.seed, self.layer = seed, layer
+        self.seed = seed
+        self.layer = layer
         self.step = self.n_backward = 0
 
     def set_step(self, step: int) -> None:
         """Begin an optimizer step. Not between a forward pass and its backward pass."""
-        self.step, self.n_backward = step, 0
+        self.step = step
+        self.n_backward = 0
 
     def seed_of(self, gemm: str, operand: str) -> int:
         """Seed of the stochastic rounding of one operand, whose random numbers are the same on every device. The weight

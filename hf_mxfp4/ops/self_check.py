@@ -86,10 +86,12 @@ def example(n_cols: int) -> torch.Tensor:
 def _quantized(device: torch.device) -> Iterator[Check]:
     for scheme in _SCHEMES:
         x = example(640)
-        there, values = x.to(device), numerics.apply_scheme(x, scheme)
+        there = x.to(device)
+        values = numerics.apply_scheme(x, scheme)
         yield f"values ({scheme})", kernels.fake_quantize(there, scheme), values
         yield f"values of a transpose ({scheme})", kernels.fake_quantize(there.t().contiguous().t(), scheme), values
-        found, expected = kernels.quantize(there, scheme, 1), numerics.quantize(x, **vars(scheme), axis=1)
+        found = kernels.quantize(there, scheme, 1)
+        expected = numerics.quantize(x, **vars(scheme), axis=1)
         for part in PARTS:
             yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
     for rows in (x, x.t()):
@@ -111,7 +113,8 @@ def _dequantized(device: torch.device) -> Iterator[Check]:
 def _multiplied(device: torch.device) -> Iterator[Check]:
     """Products of whole numbers, which are exact in every order, with the first of two weights and with both."""
     rng = torch.Generator().manual_seed(0)
-    x, ends = torch.randint(-2, 3, (5, 640), generator=rng).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)
+    x = torch.randint(-2, 3, (5, 640), generator=rng).bfloat16()
+    ends = torch.tensor([3, 5], dtype=torch.int32)
     for scheme in _SCHEMES[::2]:
         weight = numerics.quantize(torch.randint(-4, 5, (2, 72, 640), generator=rng).float(), **vars(scheme), axis=2)
         first, second = weight.dequantize(torch.float32).double()

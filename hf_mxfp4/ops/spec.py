@@ -47,8 +47,10 @@ class GemmSpec:
     packs_weight: bool = field(init=False)
 
     def __post_init__(self):
-        scheme, fprop = self.scheme, self.scheme.fprop
-        quantized_weight, rotates = isinstance(fprop.right, QuantScheme), fprop.rotation is not None
+        scheme = self.scheme
+        fprop = self.scheme.fprop
+        quantized_weight = isinstance(fprop.right, QuantScheme)
+        rotates = fprop.rotation is not None
         derived: dict[str, Any] = {
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
             "is_random": scheme.is_random,

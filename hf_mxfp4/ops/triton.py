@@ -15,7 +15,8 @@ from ..numerics import PARTS, MXFP4Tensor, QuantScheme
 
 #: More rows than this (of each expert, in the mean) are multiplied with a dequantized copy: two bytes more are then
 #: written and read for each weight, once, where every tile of rows decodes the weight again.
-MOST_DECODED_ROWS, MOST_DECODED_ROWS_OF_EXPERTS = 256, 128
+MOST_DECODED_ROWS = 256
+MOST_DECODED_ROWS_OF_EXPERTS = 128
 
 
 def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
@@ -77,7 +78,8 @@ def quantize(
 ) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels support, written to the tensors of ``out``, an
     earlier result for a tensor of this shape; ``axis`` is not negative."""
-    rows, side = x.movedim(axis, -1), _side(scheme, seed)
+    rows = x.movedim(axis, -1)
+    side = _side(scheme, seed)
     if out is not None:
         mxfp4_kernels.quantize(rows, _scheme(scheme), side, out=_packed(out))
         return out

@@ -44,7 +44,8 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     """Return the weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N,
     K]``, of the rotated and padded weight where the scheme rotates. Where a cache is open the tensor may be the
     cache's, whose values change after it is cleared."""
-    spec, cache = state.spec, state.cache
+    spec = state.spec
+    cache = state.cache
     if spec.scheme.fprop.right is FULL and spec.rotation_size == 1:
         return rows_first(weight.detach(), spec).to(dtype)
     make = functools.partial(_weight_values, weight, dtype, state)
@@ -86,11 +87,13 @@ def _keeps_values(weight: torch.Tensor, dtype: torch.dtype, state: GemmState, is
 def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
     """Return codes and scales of a master weight, those of experts ``[E, N, ...]``, under a scheme that can be
     packed."""
-    spec, cache = state.spec, state.cache
+    spec = state.spec
+    cache = state.cache
 
     def make(out: MXFP4Tensor | None) -> MXFP4Tensor:
         count_weight(weight)
-        rows, scheme = rows_first(weight.detach(), spec), spec.weight_scheme
+        rows = rows_first(weight.detach(), spec)
+        scheme = spec.weight_scheme
         is_whole = rows.dim() == 2 or _quantizes_at_once(rows, spec)
         if is_whole and out is not None:
             return quantization.quantize(rows, scheme, spec.backend, out=out)
@@ -112,7 +115,8 @@ def fp4_weight(weight: torch.Tensor, state: GemmState, recipe: str) -> FP4Operan
 def backend_of_codes(like: torch.Tensor, dtype: torch.dtype, state: GemmState) -> str | None:
     """Return the backend that multiplies operands like this tensor in ``dtype`` with the codes of a weight; `None`
     where the cache that is open, if any, keeps no codes."""
-    spec, cache = state.spec, state.cache
+    spec = state.spec
+    cache = state.cache
     if cache is None or cache.form in ("none", "dense") or not spec.packs_weight:
         return None
     name = quantization.choose_backend(like, spec.weight_scheme, spec.backend, family="decode", dtype=dtype)
@@ -189,7 +193,8 @@ def matrix_operand(
 ) -> torch.Tensor:
     """Return ``Q(W)`` of detached rows of a weight along the last axis, in ``dtype``, by default that which it is
     computed in."""
-    fprop, backend = state.spec.scheme.fprop, state.spec.backend
+    fprop = state.spec.scheme.fprop
+    backend = state.spec.backend
     rng = state.rng if expert == 0 else state.rng_of(expert)
     return quantize_operand(
         weight, fprop.right, "fprop", "weight", rng, backend, rotation=fprop.rotation, dtype=dtype, out=out

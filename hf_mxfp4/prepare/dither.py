@@ -299,7 +299,8 @@ def _differences(wanted: Quantized, found: Quantized) -> torch.Tensor:
     if isinstance(wanted, tuple) and isinstance(found, tuple):
         return (wanted[0] != found[0]) | (wanted[1] != found[1])
     assert isinstance(wanted, MXFP4Tensor)
-    length, macro = wanted.length, wanted.scheme.macro_block
+    length = wanted.length
+    macro = wanted.scheme.macro_block
     changed = torch.zeros(wanted.codes.shape[0], length, dtype=torch.bool, device=wanted.codes.device)
     for name in ("codes", "residual_codes"):
         if getattr(wanted, name) is not None:

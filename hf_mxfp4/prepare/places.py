@@ -20,7 +20,9 @@ from ..model.structure import experts_layout, experts_unsupported_reason, projec
 
 
 #: The kinds of places.
-NORM, VALUES, PRODUCTS = "norms", "values", "products"
+NORM = "norms"
+VALUES = "values"
+PRODUCTS = "products"
 #: Names of the layer that reads the values of attention.
 _OUTPUTS = ("o_proj", "out_proj", "dense")
 
@@ -204,7 +206,8 @@ def _of_values(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Plac
         if values is not None:
             n_written = linear_size(values)[0]
         elif fused is not None:  # queries, keys and values, one after the other
-            values, n_written = fused, (linear_size(fused)[0] - n_read) // 2
+            values = fused
+            n_written = (linear_size(fused)[0] - n_read) // 2
         else:
             continue
         heads = n_read // width

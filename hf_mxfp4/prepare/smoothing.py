@@ -238,7 +238,8 @@ class _MeanSquare:
             layer = MXFP4Experts.from_experts(experts, MXFP4RLConfig())
 
         def project(projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-            rows, bias = layer.rows_first(getattr(layer, projection)), layer.bias_of(projection)
+            rows = layer.rows_first(getattr(layer, projection))
+            bias = layer.bias_of(projection)
             out = x.new_empty(len(x), rows.shape[1])
             for expert, tokens in groups:
                 if projection == projections(layer)[1]:

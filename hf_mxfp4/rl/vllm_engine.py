@@ -247,7 +247,8 @@ class VLLMEngine:
         schemes = {str(layer.config.weight_scheme) for layer in _quantized(model)} - {str(self.scheme.weight_scheme)}
         if schemes:
             return f"quantizes weights by {self.scheme.weight_scheme} and the policy by {' and '.join(schemes)}"
-        skips, trained = self.scheme.modules_to_not_convert, base_scheme(model)
+        skips = self.scheme.modules_to_not_convert
+        trained = base_scheme(model)
         if trained is not None and trained.modules_to_not_convert != skips:
             return f"has modules_to_not_convert={skips} and the policy {trained.modules_to_not_convert}"
         return None

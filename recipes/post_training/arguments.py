@@ -241,7 +241,8 @@ def _demo(given: dict, demo: Path) -> Path | None:
 
 def check_packed(model: ModelConfig) -> None:
     """Raise `ValueError` where nothing could be trained on packed weights, before a model is made or loaded."""
-    name, revision = model.model_name_or_path, model.model_revision
+    name = model.model_name_or_path
+    revision = model.model_revision
     if not model.use_peft and not (name and find_adapter_config_file(name, revision=revision)):
         raise ValueError("mode='packed' freezes the weights; train adapters with --use_peft true, or use mode='qat'")
     if model.use_dora:

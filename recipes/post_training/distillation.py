@@ -20,7 +20,8 @@ from hf_mxfp4.recipes.tasks import Task, of_task
 
 
 #: Rows of a step, and held-out rows that the divergence is measured on.
-_ROWS, _HELD_OUT = 8, 24
+_ROWS = 8
+_HELD_OUT = 24
 #: Times the usual learning rate of RL: 1e-4 for a model of 135 M parameters (docs/distillation.md).
 _FASTER = 10.0
 #: Options of the run that are also those of distillation.

@@ -75,7 +75,8 @@ def _tokenizer(name: str | None) -> PreTrainedTokenizerBase:
 def _stream(options: StudyArguments, split: str) -> IterableDataset:
     """Return the texts of a split, streamed from the Hub."""
     stream = load_dataset(options.dataset_name, options.dataset_config, split=split, streaming=True)
-    column, columns = options.text_column, stream.column_names
+    column = options.text_column
+    columns = stream.column_names
     if columns is not None and column not in columns:
         raise ValueError(f"there is no column {column!r} to read text from; text_column can be {', '.join(columns)}")
     return stream.select_columns([column])

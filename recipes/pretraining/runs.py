@@ -131,7 +131,8 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
         callbacks=callbacks,
     )
     TrainingBar.install(trainer)
-    started, used = time.monotonic(), time.process_time()
+    started = time.monotonic()
+    used = time.process_time()
     trainer.train(resume_from_checkpoint=checkpoint)
     return {
         "arm": arm.name,

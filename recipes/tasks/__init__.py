@@ -119,7 +119,8 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
         make_task, dataset = _READ[name]
         given = {"dataset": dataset, **given, "test_only": test_only}
     else:
-        kind, make_task = Subsets, _GENERATED[name]
+        kind = Subsets
+        make_task = _GENERATED[name]
     of_kind = [field.name for field in fields(kind)]
     unknown = [option for option in given if option not in (*of_kind, *inspect.signature(make_task).parameters)]
     if unknown:

@@ -44,7 +44,8 @@ _MATH = "Reason step by step, and put the final answer within \\boxed{{}}."
 #: A row of a dataset, with where it is from, for error messages.
 Rows = list[tuple[str, dict[str, Any]]]
 #: Of a dataset without a test split, this share of the rows is held out, and no more than this number.
-_HELD_OUT_SHARE, _HELD_OUT_ROWS = 5, 500
+_HELD_OUT_SHARE = 5
+_HELD_OUT_ROWS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +252,9 @@ def own_problems(
     own = None
     if ".py:" in score:
         own = load_function(score, "score", SCORE_FORM)
-        check, scores, reward = str, {own.__name__: own}, reward_of(own)
+        check = str
+        scores = {own.__name__: own}
+        reward = reward_of(own)
     elif score in SCORES:
         check, scores, reward = SCORES[score]
     else:
@@ -306,7 +309,8 @@ def arithmetic(subsets: Subsets) -> Task:
 
 
 SHOTS = "12-5=7\n8+9=17\n"
-_LARGEST, _HELD_OUT = 25, 600
+_LARGEST = 25
+_HELD_OUT = 600
 
 
 def is_first_line_correct(completion: str, answer: str) -> bool:

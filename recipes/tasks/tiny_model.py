@@ -26,7 +26,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 
 # The end has the name that Qwen2 tokenizers add when a vocabulary lacks it.
-PAD, EOS = "<pad>", "<|endoftext|>"
+PAD = "<pad>"
+EOS = "<|endoftext|>"
 # Plain text: the tokenizers below never read special tokens from text, so the template cannot use any.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
@@ -180,7 +181,8 @@ def supervised_warmup(
         ids, labels = encode_example(tokenizer, row["prompt"], row["completion"])
         examples.append({"input_ids": ids, "labels": labels})
     collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
-    longest, limit = max(len(example["labels"]) for example in examples), model.config.max_position_embeddings
+    longest = max(len(example["labels"]) for example in examples)
+    limit = model.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"the longest sequence has {longest} tokens, the model has {limit} positions")
     set_seed(seed)
@@ -197,7 +199,8 @@ def supervised_warmup(
         for _ in range(steps):
             while len(queue) < batch_size:
                 queue += torch.randperm(len(examples), generator=order).tolist()
-            chosen, queue = queue[:batch_size], queue[batch_size:]
+            chosen = queue[:batch_size]
+            queue = queue[batch_size:]
             batch = collate([examples[i] for i in chosen])
             loss = model(**{name: ids.to(model.device) for name, ids in batch.items()}, use_cache=False).loss
             optimizer.zero_grad(set_to_none=True)

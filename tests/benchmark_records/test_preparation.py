@@ -29,7 +29,8 @@ def test_calibrations_have_the_shape_and_the_seed_that_they_say(folder):
     for kind in (RANDOM, OWN):
         first, again, other = (Calibration(kind, 2, 9, seed).batches(original, "") for seed in (1, 1, 2))
         assert [ids.shape for ids in first] == [(1, 9)] * 2
-        assert torch.equal(torch.cat(first), torch.cat(again)) and not torch.equal(torch.cat(first), torch.cat(other))
+        assert torch.equal(torch.cat(first), torch.cat(again))
+        assert not torch.equal(torch.cat(first), torch.cat(other))
     assert [ids.shape for ids in Calibration(TEXT, 2, 9).batches(original, str(folder / "rows.jsonl"))] == [(1, 9)] * 2
 
 
@@ -39,14 +40,16 @@ def test_a_run_goes_on_where_it_stopped(folder, step, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "SMOOTHED_ON", Calibration(RANDOM, 1, 9, 1))
     monkeypatch.setattr(preparation, "ROWS", 1)
     monkeypatch.setitem(preparation.STEPS, step, (cases, [preparation.W4A8]))
-    rows, out = folder / "rows.jsonl", tmp_path / "records.json"
+    rows = folder / "rows.jsonl"
+    out = tmp_path / "records.json"
     options = Namespace(model=folder, step=step, calibrate=rows, text=[rows], samples=2, out=str(out), cases=1)
     preparation.run(options)
     first = json.loads(out.read_text())
     options.cases = None
     preparation.run(options)
     found = json.loads(out.read_text())
-    assert found[:1] == first and [r["calibration"]["kind"] for r in found] == [NONE, TEXT, RANDOM]
+    assert found[:1] == first
+    assert [r["calibration"]["kind"] for r in found] == [NONE, TEXT, RANDOM]
     assert len({r["value"] for r in found}) == 3, "each calibration prepares another model"
 
 

@@ -17,8 +17,10 @@ from benchmarks.records import RESULTS, made, option_parser, write
 def test_every_record_says_machine_versions_command_and_date():
     found = made("python -m benchmarks.x", ("torch", "no-such-package"), "a machine")
     assert list(found) == ["hardware", "versions", "command", "date"]
-    assert found["hardware"] == "a machine" and found["command"] == "python -m benchmarks.x"
-    assert list(found["versions"]) == ["torch"] and found["versions"]["torch"].startswith(torch.__version__[:3])
+    assert found["hardware"] == "a machine"
+    assert found["command"] == "python -m benchmarks.x"
+    assert list(found["versions"]) == ["torch"]
+    assert found["versions"]["torch"].startswith(torch.__version__[:3])
     assert found["date"] == datetime.date.today().isoformat()
     assert f"{torch.get_num_threads()} threads" in made("x", ())["hardware"]
 
@@ -42,7 +44,8 @@ def test_the_tables_are_those_of_the_records(path):
 def test_a_changed_number_is_noticed():
     text = (write_docs.ROOT / "README.md").read_text()
     changed = text.replace("| 4.25 | FP8 | FP4 | 1.1", "| 4.25 | FP8 | FP4 | 1.2", 1)
-    assert changed != text and write_docs.filled(changed) == text
+    assert changed != text
+    assert write_docs.filled(changed) == text
 
 
 def test_every_table_is_shown_somewhere():
@@ -86,5 +89,7 @@ def study(mean):
 def test_the_record_of_a_pretraining_study_says_what_its_summary_says(mean, value, ratio):
     entry = record("all", study(mean), "command", "machine")
     assert (entry["value"], entry["unit"], entry["ratio"]) == (value, "token overhead", ratio)
-    assert entry["shape"] == "0.80 M parameters, 420 steps of 1024 tokens" and entry["paper"] == "26-27 %"
-    assert entry["command"] == "command" and entry["hardware"] == "machine"
+    assert entry["shape"] == "0.80 M parameters, 420 steps of 1024 tokens"
+    assert entry["paper"] == "26-27 %"
+    assert entry["command"] == "command"
+    assert entry["hardware"] == "machine"

@@ -79,6 +79,7 @@ def same_files(one: Path, other: Path) -> None:
             assert indices[0]["weight_map"] == indices[1]["weight_map"]
             assert indices[0]["metadata"]["total_size"] == indices[1]["metadata"]["total_size"]
         else:
-            (header, data), (other_header, other_data) = header_and_data(file), header_and_data(twin)
+            (header, data) = header_and_data(file)
+            (other_header, other_data) = header_and_data(twin)
             assert header == other_header
             assert (data == other_data) is True, file.name  # without printing the bytes

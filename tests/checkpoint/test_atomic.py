@@ -43,7 +43,8 @@ def test_a_folder_appears_at_the_end(tmp_path):
     target = tmp_path / "deep" / "out"
     with atomic_folder(target) as folder:
         (folder / "a").write_text("1")
-        assert not target.exists() and folder.parent == target.parent
+        assert not target.exists()
+        assert folder.parent == target.parent
     assert contents(target) == {"a": "1"}
     assert list(target.parent.iterdir()) == [target]
 
@@ -62,7 +63,8 @@ def test_after_an_error_all_is_as_before(error, existing, tmp_path):
 
 
 def test_an_interruption_between_the_two_renames_brings_the_old_folder_back(tmp_path, monkeypatch):
-    target, rename = tmp_path / "out", Path.rename
+    target = tmp_path / "out"
+    rename = Path.rename
     target.mkdir()
     (target / "config.json").write_text("old")
 
@@ -74,7 +76,8 @@ def test_an_interruption_between_the_two_renames_brings_the_old_folder_back(tmp_
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt), atomic_folder(target, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
-    assert list(tmp_path.iterdir()) == [target] and contents(target) == {"config.json": "old"}
+    assert list(tmp_path.iterdir()) == [target]
+    assert contents(target) == {"config.json": "old"}
 
 
 def test_an_empty_folder_is_used_and_a_checkpoint_replaced_on_request_only(tmp_path):
@@ -117,7 +120,8 @@ def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with atomic_folder(tmp_path / "link") as folder:
         (folder / "a").write_text("1")
-    assert (tmp_path / "link").is_symlink() and contents(tmp_path / "real") == {"a": "1"}
+    assert (tmp_path / "link").is_symlink()
+    assert contents(tmp_path / "real") == {"a": "1"}
 
 
 class Killed(BaseException):
@@ -188,7 +192,8 @@ def save(folder: Path, shards: int, number: int) -> None:
 @pytest.mark.parametrize(("old", "new"), [(1, 1), (1, 3), (3, 1), (3, 2), (3, 3)])
 def test_killed_at_every_change(tmp_path, old, new):
     """Saves of one file or several shards."""
-    seen, killed = [], True
+    seen = []
+    killed = True
     for changes in range(60):
         folder = tmp_path / str(changes)
         save(folder, old, 1)
@@ -236,7 +241,8 @@ def test_killed_again_after_a_save_that_was_killed(tmp_path):
             folder = shutil.copytree(pending, tmp_path / f"{first}-{second}")
             killed_save(folder, second, 1, 3)
             seen += read(folder)
-        assert seen == sorted(seen) and set(seen) == {2, 3}
+        assert seen == sorted(seen)
+        assert set(seen) == {2, 3}
     assert n_pending > 3
 
 
@@ -275,7 +281,8 @@ def inodes(folder: Path) -> set[tuple[str, int, int]]:
     return {(entry.name, entry.inode(), entry.stat().st_mtime_ns) for entry in entries}
 
 
-PACKED, FLOOR = {"mode": "packed"}, {"scale_rule": "floor"}
+PACKED = {"mode": "packed"}
+FLOOR = {"scale_rule": "floor"}
 
 
 @pytest.mark.usefixtures("no_sync")
@@ -287,8 +294,10 @@ PACKED, FLOOR = {"mode": "packed"}, {"scale_rule": "floor"}
 def test_a_killed_save_leaves_the_old_scheme_and_weights_or_the_new_ones(tmp_path, old, new):
     save_model(tmp_path / "old", 1, *old)
     save_model(tmp_path / "new", 2, *new)
-    old_loaded, new_loaded = scheme_and_weights(tmp_path / "old"), scheme_and_weights(tmp_path / "new")
-    seen, killed = [], True
+    old_loaded = scheme_and_weights(tmp_path / "old")
+    new_loaded = scheme_and_weights(tmp_path / "new")
+    seen = []
+    killed = True
     for changes in range(60):
         folder = tmp_path / str(changes)
         shutil.copytree(tmp_path / "old", folder)
@@ -316,16 +325,19 @@ def test_a_variant_leaves_the_other_weights_alone(tmp_path):
     save(tmp_path, 3, 1)
     with staged(tmp_path, "fp16") as staging:
         save_file({"t0": torch.tensor([2])}, staging / "model.fp16.safetensors")
-    assert read(tmp_path) == {1} and (tmp_path / "model.fp16.safetensors").is_file()
+    assert read(tmp_path) == {1}
+    assert (tmp_path / "model.fp16.safetensors").is_file()
 
 
 def test_saves_at_the_same_time_do_not_remove_each_others_files(tmp_path):
     with staged(tmp_path) as one:
         with staged(tmp_path) as other:
             write(other, 3, 2)
-        assert read(tmp_path) == {2} and one.is_dir()
+        assert read(tmp_path) == {2}
+        assert one.is_dir()
         write(one, 1, 1)
-    assert read(tmp_path) == {1} and not list(tmp_path.glob(".saving-*"))
+    assert read(tmp_path) == {1}
+    assert not list(tmp_path.glob(".saving-*"))
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, checkpoint, monkeypatch):
@@ -349,8 +361,10 @@ def test_metadata_may_shrink_at_the_end(final, tmp_path):
     tensors = {"b": torch.arange(6.0).view(2, 3), "ü": torch.arange(5, dtype=torch.uint8)}
     save_file(tensors, tmp_path / "x.safetensors", {"k": "12345678901234567890"})
     write_metadata(tmp_path / "x.safetensors", {"k": final})
-    loaded, header = load_file(tmp_path / "x.safetensors"), read_header(tmp_path / "x.safetensors")
-    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    loaded = load_file(tmp_path / "x.safetensors")
+    header = read_header(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     assert header.metadata == {"k": final}
     with pytest.raises(ValueError, match="the header of x.safetensors has"):
         write_metadata(tmp_path / "x.safetensors", {"k": "1" * 40})
@@ -361,7 +375,8 @@ def test_a_file_is_replaced_and_its_folder_made(tmp_path):
     for content in ("one", b"two", "drei: ä"):
         replace_file(path, content)
         path.chmod(0o640)
-    assert path.read_bytes() == "drei: ä".encode() and os.listdir(path.parent) == ["a.txt"]
+    assert path.read_bytes() == "drei: ä".encode()
+    assert os.listdir(path.parent) == ["a.txt"]
     replace_file(path, "2")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
@@ -377,11 +392,13 @@ def test_what_fails_before_the_end_leaves_the_old_file_and_no_draft(tmp_path, mo
     monkeypatch.setattr(os, function, fail)
     with pytest.raises(OSError, match="no space left"):
         write_json(path, [2])
-    assert json.loads(path.read_text()) == [1] and os.listdir(tmp_path) == ["a.json"]
+    assert json.loads(path.read_text()) == [1]
+    assert os.listdir(tmp_path) == ["a.json"]
 
 
 def test_drafts_are_never_shared_and_follow_no_link(tmp_path, monkeypatch):
-    victim, path = tmp_path / "victim", tmp_path / "folder" / "a"
+    victim = tmp_path / "victim"
+    path = tmp_path / "folder" / "a"
     victim.write_text("precious")
     path.parent.mkdir()
     for name in ("a.part", ".draft-00"):
@@ -393,7 +410,8 @@ def test_drafts_are_never_shared_and_follow_no_link(tmp_path, monkeypatch):
     monkeypatch.setattr("secrets.token_hex", lambda n: "00")  # a stranger who guessed the name
     with pytest.raises(FileExistsError):
         replace_file(path, "two")
-    assert victim.read_text() == "precious" and path.read_bytes() == b"one"
+    assert victim.read_text() == "precious"
+    assert path.read_bytes() == b"one"
 
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
@@ -408,11 +426,13 @@ def test_lines_reach_no_other_file_through_a_link(tmp_path, link):
 def test_a_link_to_nothing_becomes_a_file(tmp_path):
     (tmp_path / "log").symlink_to(tmp_path / "nothing")
     break_links(tmp_path / "log")
-    assert (tmp_path / "log").read_bytes() == b"" and os.listdir(tmp_path) == ["log"]
+    assert (tmp_path / "log").read_bytes() == b""
+    assert os.listdir(tmp_path) == ["log"]
 
 
 def test_one_writer_at_a_time(tmp_path):
-    entered, order = threading.Event(), []
+    entered = threading.Event()
+    order = []
 
     def other():
         with one_writer(tmp_path):
@@ -427,7 +447,8 @@ def test_one_writer_at_a_time(tmp_path):
         entered.wait(0.05)
         order.append("first")
     thread.join(10)
-    assert order == ["first", "other"] and os.listdir(tmp_path) == []
+    assert order == ["first", "other"]
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_form_of_json(tmp_path):

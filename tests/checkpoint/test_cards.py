@@ -56,20 +56,28 @@ def numbers(text: str) -> dict[str, str]:
 
 
 def test_metadata_scheme_and_loading(model):
-    text, data = make_card(model).text, make_card(model).data
+    text = make_card(model).text
+    data = make_card(model).data
     rows = numbers(text)
-    assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a8`"
-    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128" in rows["scheme"]
-    assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
-    assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
+    assert rows["mode"] == "`qat`"
+    assert rows["preset"] == "`w4a8`"
+    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`"
+    assert "mxfp4+even+mbs128" in rows["scheme"]
+    assert rows["quantized layers"] == "14"
+    assert rows["linear layers in full precision"] == "1 (lm_head)"
+    assert "import hf_mxfp4" in text
+    assert "AutoModelForCausalLM.from_pretrained(" in text
     assert data.library_name == "transformers"
     assert data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4", "qat"]
-    assert data.base_model is None and data.eval_results is None
+    assert data.base_model is None
+    assert data.eval_results is None
     model.config._name_or_path = "Qwen/Qwen2.5-3B"
     data = make_card(model).data
-    assert data.base_model == "Qwen/Qwen2.5-3B" and data.get("base_model_relation") is None
+    assert data.base_model == "Qwen/Qwen2.5-3B"
+    assert data.get("base_model_relation") is None
     packed = make_card(hf_mxfp4.pack(model)).data
-    assert packed.tags[-1] == "packed" and packed.get("base_model_relation") == "quantized"
+    assert packed.tags[-1] == "packed"
+    assert packed.get("base_model_relation") == "quantized"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +118,9 @@ def test_what_cannot_be_measured_is_said(model, checkpoint):
     config = MXFP4RLConfig(fprop={"weight": "full"})
     unquantized = AutoModelForCausalLM.from_pretrained(checkpoint("llama", hidden=64), quantization_config=config)
     report = unquantized.quantization_report
-    assert report.sqnr_db is None and not report.masters_on_grid and "Not measured." in make_card(unquantized).text
+    assert report.sqnr_db is None
+    assert not report.masters_on_grid
+    assert "Not measured." in make_card(unquantized).text
 
 
 def test_packed_models_keep_the_ratio_measured_when_they_were_packed(model, tmp_path):
@@ -132,15 +142,19 @@ def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
     add_evaluation(tmp_path, tmp_path / "summary.json")
     card = ModelCard.load(tmp_path / "README.md")
     assert "| exact | 0.428 [0.385, 0.472] | 0.696 [0.654, 0.735] |" in card.text
-    assert "500 held-out problems of `arithmetic`" in card.text and "seed 7" in card.text
-    assert "No evaluation came" not in card.text and "## Not measured" in card.text
+    assert "500 held-out problems of `arithmetic`" in card.text
+    assert "seed 7" in card.text
+    assert "No evaluation came" not in card.text
+    assert "## Not measured" in card.text
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("arithmetic", "accuracy", 0.696)
     assert card.data.model_name == "policy"
     assert is_generated(str(card))
     add_evaluation(tmp_path, {**SUMMARY, "accuracy_after": {"exact": 0.5}})
     again = ModelCard.load(tmp_path / "README.md")
-    assert "0.500" in again.text and "0.696" not in again.text and len(again.data.eval_results) == 1
+    assert "0.500" in again.text
+    assert "0.696" not in again.text
+    assert len(again.data.eval_results) == 1
     model.save_pretrained(tmp_path)
     assert "No evaluation came" in (tmp_path / "README.md").read_text()
 
@@ -174,10 +188,13 @@ def test_which_card_is_uploaded(model, tmp_path):
     assert choose_card(None, tmp_path, [], "org/name").data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4"]
     save_card(model, tmp_path)
     ours = choose_card(None, tmp_path, ["extra"], "org/name")
-    assert 'from_pretrained("org/name")' in ours.text and "extra" in ours.data.tags and is_generated(str(ours))
+    assert 'from_pretrained("org/name")' in ours.text
+    assert "extra" in ours.data.tags
+    assert is_generated(str(ours))
     assert "More Information" not in choose_card(EMPTY, tmp_path, [], "org/name").text
     written = choose_card("---\ntags: [a]\n---\n# Mine\n", tmp_path, ["b"], "org/name")
-    assert written.text.strip() == "# Mine" and written.data.tags == ["a", "b"]
+    assert written.text.strip() == "# Mine"
+    assert written.data.tags == ["a", "b"]
     older = str(choose_card(None, tmp_path, [], "org/name"))
     save_card(hf_mxfp4.pack(model), tmp_path)
     assert numbers(choose_card(older, tmp_path, [], "org/name").text)["mode"] == "`packed`"
@@ -201,7 +218,8 @@ def test_a_repository_is_not_its_own_base(model, tmp_path):
     model.config._name_or_path = "org/name"
     save_card(hf_mxfp4.pack(model), tmp_path)
     card = choose_card(None, tmp_path, [], "org/name")
-    assert card.data.base_model is None and "base_model" not in card.data.to_yaml()
+    assert card.data.base_model is None
+    assert "base_model" not in card.data.to_yaml()
     assert choose_card(None, tmp_path, [], "org/other").data.base_model == "org/name"
 
 
@@ -296,7 +314,8 @@ def test_what_is_pushed_is_the_model_and_its_card_and_no_file_beside_it(client):
         "README.md", "config.json", "generation_config.json", "model.safetensors", "mxfp4_manifest.json"
     }  # fmt: skip
     files = set(hub.repos["org/packed"].files())
-    assert "model.safetensors.index.json" in files and "model.safetensors" not in files
+    assert "model.safetensors.index.json" in files
+    assert "model.safetensors" not in files
     assert sum(name.endswith(".safetensors") for name in files) > 2
     assert set(hub.repos["org/mine"].files()) == set(hub.repos["org/qat"].files())
     assert (client[1] / "mine" / "notes.txt").read_text() == "not part of the model"
@@ -304,16 +323,21 @@ def test_what_is_pushed_is_the_model_and_its_card_and_no_file_beside_it(client):
 
 
 def test_the_card_is_ours_unless_somebody_wrote_one_and_not_the_empty_one_of_transformers(client):
-    qat, packed = card(client[0], "org/qat"), card(client[0], "org/packed")
+    qat = card(client[0], "org/qat")
+    packed = card(client[0], "org/packed")
     for ours, mode in ((qat, "qat"), (packed, "packed")):
         assert "More Information Needed" not in ours.text
         assert {"mxfp4", "mxfp4_rl", mode} <= set(ours.data.tags)
         assert ours.data.library_name == "transformers"
-    assert "extra" in qat.data.tags and "extra" not in packed.data.tags
+    assert "extra" in qat.data.tags
+    assert "extra" not in packed.data.tags
     assert ModelCard.load(client[1] / "again" / "README.md").data.base_model == "org/qat"
-    assert 'from_pretrained("org/qat")' in qat.text and 'from_pretrained("org/packed")' in packed.text
+    assert 'from_pretrained("org/qat")' in qat.text
+    assert 'from_pretrained("org/packed")' in packed.text
     kept = card(client[0], "org/carded")
-    assert "# Written by hand" in kept.text and kept.data.license == "mit" and "mine" in kept.data.tags
+    assert "# Written by hand" in kept.text
+    assert kept.data.license == "mit"
+    assert "mine" in kept.data.tags
     assert client[0].repos["org/carded"].files()["data.bin"] == b"1"
 
 
@@ -345,7 +369,8 @@ def test_options_of_a_save_are_those_of_its_upload(client):
 def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(client):
     single, sharded = (set(client[0].repos[f"org/{name}"].files()) for name in ("single", "sharded"))
     assert {name for name in single if "safetensors" in name} == {"model.safetensors"}
-    assert "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
+    assert "model.safetensors" not in sharded
+    assert "model.safetensors.index.json" in sharded
 
 
 def test_a_branch_is_made_and_pushed_to(client):
@@ -356,7 +381,8 @@ def test_a_branch_is_made_and_pushed_to(client):
 
 def test_an_upload_that_breaks_off_fails_and_succeeds_when_repeated(client):
     hub, _, results, _ = client
-    assert "model.safetensors" in results["broken"] and results["retried"] == ""
+    assert "model.safetensors" in results["broken"]
+    assert results["retried"] == ""
     assert hub.broken_uploads == 0
     commits = hub.repos["org/broken"].commits
     assert len(commits) == 2  # the empty one, and the one that succeeded: nothing was committed by halves
@@ -365,7 +391,8 @@ def test_an_upload_that_breaks_off_fails_and_succeeds_when_repeated(client):
 @pytest.mark.parametrize("how", ["wrong token", "wrong token, saving"])
 def test_a_wrong_token_is_named_and_costs_nothing(client, how):
     hub, folder, results, _ = client
-    assert "401" in results[how] and "Invalid username or password" in results[how]
+    assert "401" in results[how]
+    assert "Invalid username or password" in results[how]
     assert "org/denied" not in hub.repos
     kept = AutoModelForCausalLM.from_pretrained(folder / "kept")
     assert kept.config.quantization_config == hf_mxfp4.MXFP4RLConfig()

@@ -97,7 +97,8 @@ def test_undamaged_they_load_and_nothing_is_unpickled(originals, monkeypatch, ki
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncated(damaged, kind, seed):
-    folder, rng = damaged(kind), random.Random(f"{kind} {seed}")
+    folder = damaged(kind)
+    rng = random.Random(f"{kind} {seed}")
     file = rng.choice(shards(folder))
     content = file.read_bytes()
     file.write_bytes(content[: rng.randrange(len(content)) if seed else 0])
@@ -115,7 +116,8 @@ CHANGES = {
 @pytest.mark.parametrize("field", ["weight", "weight_scale", "weight_macro"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_packed_tensor_that_is_missing_or_another(damaged, what, field):
-    folder, name = damaged("packed"), f"{LINEAR}.{field}"
+    folder = damaged("packed")
+    name = f"{LINEAR}.{field}"
 
     def change(tensors):
         value = CHANGES[what](tensors.pop(name))
@@ -126,7 +128,8 @@ def test_a_packed_tensor_that_is_missing_or_another(damaged, what, field):
     assert name in (told := refusal(folder)) or what in ("rows", "columns") and "ignore_mismatched_sizes" in told
     (folder / "mxfp4_manifest.json").unlink()
     (problem,) = verify_folder(folder).problems
-    assert problem.where == "config.json" and name in problem.reason
+    assert problem.where == "config.json"
+    assert name in problem.reason
 
 
 @pytest.mark.parametrize("kind", ["qat", "packed"])
@@ -160,7 +163,8 @@ def test_packed_weights_without_their_config(damaged):
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     message = refusal(folder, quantization_config=MXFP4RLConfig())
-    assert "model.safetensors holds packed weights" in message and "restore the config.json" in message
+    assert "model.safetensors holds packed weights" in message
+    assert "restore the config.json" in message
 
 
 def test_shards_of_two_schemes(damaged):
@@ -170,7 +174,8 @@ def test_shards_of_two_schemes(damaged):
     record["meaning"]["outlier_fallback"] = 0.25
     save_file(load_file(file), file, metadata={"format": "pt", "mxfp4_rl": json.dumps(record)})
     message = refusal(folder)
-    assert file.name in message and "not written together" in message
+    assert file.name in message
+    assert "not written together" in message
 
 
 @pytest.mark.parametrize("kind", ["qat", "packed"])
@@ -181,7 +186,8 @@ def test_pickled_weights_are_refused_unread(damaged, monkeypatch, kind):
     file.unlink()
     monkeypatch.setattr(torch, "load", None)
     message = refusal(folder)
-    assert "pytorch_model.bin" in message and "safetensors" in message
+    assert "pytorch_model.bin" in message
+    assert "safetensors" in message
 
 
 @pytest.mark.parametrize(
@@ -257,11 +263,13 @@ def test_the_error_of_the_largest_numbers_is_finite(tmp_path):
     packed = hf_mxfp4.pack(model, MXFP4RLConfig(mode="packed"))
     report = pack_checkpoint(tmp_path / "plain", tmp_path / "out", MXFP4RLConfig(mode="packed"))
     sqnr_db = packed.quantization_report.sqnr_db
-    assert 20 < sqnr_db < 60 and report.total_sqnr_db == pytest.approx(sqnr_db, abs=0.1)
+    assert 20 < sqnr_db < 60
+    assert report.total_sqnr_db == pytest.approx(sqnr_db, abs=0.1)
 
 
 def test_the_dtype_is_named_or_that_of_the_largest_tensor(tmp_path):
-    large, codes = torch.ones(64, dtype=torch.float64), torch.ones(4096, dtype=torch.uint8)
+    large = torch.ones(64, dtype=torch.float64)
+    codes = torch.ones(4096, dtype=torch.uint8)
     save_file({"small": torch.ones(2), "large": large, "codes": codes}, tmp_path / "model.safetensors")
     for config, expected in (({"torch_dtype": "torch.bfloat16"}, torch.bfloat16), ({"dtype": "nn"}, torch.float64)):
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -306,7 +314,8 @@ def test_a_model_that_lacks_a_tensor_is_not_loaded(mode, name, tmp_path):
 def test_weights_that_are_not_finite_are_not_packed(value, tmp_path):
     make_model("llama", layers=1).save_pretrained(tmp_path / "plain")
     rewrite(tmp_path / "plain" / "model.safetensors", lambda tensors: tensors[f"{LINEAR}.weight"][3, 40].fill_(value))
-    packed, words = MXFP4RLConfig(mode="packed"), f"{LINEAR}.* holds NaN or infinity"
+    packed = MXFP4RLConfig(mode="packed")
+    words = f"{LINEAR}.* holds NaN or infinity"
     assert re.search(words, refusal(tmp_path / "plain", quantization_config=packed))
     with pytest.raises(ValueError, match=words):
         hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), packed)

@@ -49,9 +49,11 @@ def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
 @pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("family", N_QUANTIZED)
 def test_packed_experts(family, checkpoint, tmp_path):
-    source, config = checkpoint(family), MXFP4RLConfig(smooth=False)
+    source = checkpoint(family)
+    config = MXFP4RLConfig(smooth=False)
     trained = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
-    expected, report = logits(trained), trained.quantization_report
+    expected = logits(trained)
+    report = trained.quantization_report
     packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=config.packed())
     assert torch.equal(logits(packed), expected)  # quantized while the checkpoint was read
     assert packed.quantization_report.n_quantized == N_QUANTIZED[family]
@@ -75,7 +77,8 @@ def test_packed_experts(family, checkpoint, tmp_path):
     ids=["plain", "fallback", "transposed-tiles", "mantissas", "mse-row"],
 )
 def test_packed_experts_repeat_the_trainable_ones_under_other_schemes(family, scheme, checkpoint, tmp_path):
-    source, config = checkpoint(family, dtype=torch.bfloat16, layers=1), MXFP4RLConfig(smooth=False, **scheme)
+    source = checkpoint(family, dtype=torch.bfloat16, layers=1)
+    config = MXFP4RLConfig(smooth=False, **scheme)
     expected = logits(AutoModelForCausalLM.from_pretrained(source, quantization_config=config))
     packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=config.packed(), dtype=torch.bfloat16)
     assert torch.equal(logits(packed), expected)
@@ -122,11 +125,13 @@ def test_skips(mode, family, skips, quantized, skipped, checkpoint, tmp_path):
     report = model.quantization_report
     assert (report.n_quantized, report.n_skipped) == (quantized, skipped)
     model.save_pretrained(tmp_path / "saved")
-    original, stored = tensors_in(source), tensors_in(tmp_path / "saved")
+    original = tensors_in(source)
+    stored = tensors_in(tmp_path / "saved")
     if mode == "qat":
         assert_same(stored, original)
     if skipped == 17:  # experts stay one by one
-        assert all(".self_attn." in name for name in report.quantized) and original.keys() <= stored.keys()
+        assert all(".self_attn." in name for name in report.quantized)
+        assert original.keys() <= stored.keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert again.quantization_report.quantized == report.quantized
     assert torch.equal(logits(again), logits(model))
@@ -173,7 +178,8 @@ def test_some_experts_left_alone(family, tmp_path):
     joined = stored["model.layers.0.mlp.experts.gate_up_proj"]
     source = tensors_in(plain)
     gate, up, down = (source[f"{name}.weight"] for name in ONE_EXPERT[family])
-    assert joined.dtype == torch.bfloat16 and torch.equal(joined[1], torch.cat([gate, up]))
+    assert joined.dtype == torch.bfloat16
+    assert torch.equal(joined[1], torch.cat([gate, up]))
     assert torch.equal(stored["model.layers.0.mlp.experts.down_proj"][1], down)
     # And apart again on the way out.
     export(tmp_path / "out", tmp_path / "bf16", "bf16")
@@ -189,13 +195,17 @@ def test_some_experts_left_alone(family, tmp_path):
 def test_one_matrix_in_each_tensor_and_back(format, weight, family, tmp_path):
     source = save_packed(tmp_path / "packed", family, intermediate=96)
     report = export(source, tmp_path / "out", format)
-    assert report.counts() == {"kept": report.n_layers} and not report.changed
-    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    assert report.counts() == {"kept": report.n_layers}
+    assert not report.changed
+    ours = tensors_in(source)
+    theirs = tensors_in(tmp_path / "out")
     gate, up, down = ONE_EXPERT[family]
     codes, scale = (ours[f"model.layers.0.mlp.experts.gate_up_proj{suffix}"][1] for suffix in ("", "_scale"))
     half = len(codes) // 2
-    assert torch.equal(theirs[f"{gate}.{weight}"], codes[:half]) and torch.equal(theirs[f"{up}.{weight}"], codes[half:])
-    assert torch.equal(theirs[f"{up}.weight_scale"], scale[half:]) and half == (96 if family == "mixtral" else 32)
+    assert torch.equal(theirs[f"{gate}.{weight}"], codes[:half])
+    assert torch.equal(theirs[f"{up}.{weight}"], codes[half:])
+    assert torch.equal(theirs[f"{up}.weight_scale"], scale[half:])
+    assert half == (96 if family == "mixtral" else 32)
     original = tensors_in(tmp_path / "packed-plain")
     values = decode(theirs[f"{down}.{weight}"], theirs[f"{down}.weight_scale"])
     expected = hf_mxfp4.quantize(original[f"{down}.weight"].float(), scale_rule="even").dequantize(torch.float64)
@@ -230,8 +240,11 @@ def test_experts_of_gpt_oss_have_no_place_in_formats_of_single_matrices(tmp_path
 def test_the_layout(tmp_path):
     source = save_packed(tmp_path / "packed", "gpt_oss", config=EXPERTS_ONLY)
     report = export(source, tmp_path / "out", "gpt-oss")
-    assert report.counts() == {"kept": 16} and not report.changed and report.notes == []
-    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    assert report.counts() == {"kept": 16}
+    assert not report.changed
+    assert report.notes == []
+    ours = tensors_in(source)
+    theirs = tensors_in(tmp_path / "out")
     assert theirs[f"{EXPERTS}.gate_up_proj_blocks"].shape == (4, 192, 2, 16)
     assert theirs[f"{EXPERTS}.gate_up_proj_scales"].shape == (4, 192, 2)
     assert theirs[f"{EXPERTS}.down_proj_blocks"].shape == (4, 64, 3, 16)

@@ -105,7 +105,8 @@ def codes_of(model) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_logits_are_ours(tmp_path):
-    expected, ways = {}, {}
+    expected = {}
+    ways = {}
     for name, options in MODELS.items():
         folder = save_packed(tmp_path / name, **options)
         export(folder, tmp_path / f"out-{name}", "compressed-tensors", "dequantize")

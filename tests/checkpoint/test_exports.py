@@ -44,16 +44,20 @@ def test_the_command_offers_every_format():
 def test_plain_mxfp4_is_renamed_and_nothing_else(format, weight, scheme, tmp_path):
     source = save_packed(tmp_path / "packed", config=scheme)
     report = export(source, tmp_path / "out", format)
-    before, after = tensors_in(source), tensors_in(tmp_path / "out")
+    before = tensors_in(source)
+    after = tensors_in(tmp_path / "out")
     quantized = {name.removesuffix("_scale") for name in before if name.endswith(".weight_scale")}
     assert len(quantized) == 14
     renamed = {(f"{n.removesuffix('weight')}{weight}" if n in quantized else n): t for n, t in before.items()}
     assert after.keys() == renamed.keys()
     for name, tensor in renamed.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
-    assert after[f"{Q_PROJ}.{weight}"].shape == (64, 32) and after[f"{Q_PROJ}.weight_scale"].shape == (64, 2)
+    assert after[f"{Q_PROJ}.{weight}"].shape == (64, 32)
+    assert after[f"{Q_PROJ}.weight_scale"].shape == (64, 2)
     assert after[f"{Q_PROJ}.bias"].dtype == torch.bfloat16
-    assert report.counts() == {"kept": 14} and not report.changed and report.total_sqnr_db == float("inf")
+    assert report.counts() == {"kept": 14}
+    assert not report.changed
+    assert report.total_sqnr_db == float("inf")
 
 
 def test_the_config_of_compressed_tensors(tmp_path):
@@ -82,13 +86,15 @@ def test_the_config_of_compressed_tensors(tmp_path):
 def test_the_config_of_quark(preset, tmp_path):
     export(save_packed(tmp_path / "packed", config={"preset": preset}), tmp_path / "out", "quark")
     written = config_in(tmp_path / "out")["quantization_config"]
-    assert written["quant_method"] == "quark" and written["exclude"] == ["lm_head"]
+    assert written["quant_method"] == "quark"
+    assert written["exclude"] == ["lm_head"]
     packing = {"pack_method": "reorder", "weight_format": "real_quantized", "weight_merge_groups": None}
     assert written["export"] == {"kv_cache_group": [], "min_kv_scale": 0.0, **packing}
     scheme = written["global_quant_config"]
     assert scheme["weight"] == {**QUARK_TENSOR, "is_dynamic": False}
     assert scheme["input_tensors"] == ({**QUARK_TENSOR, "is_dynamic": True} if preset == "w4a4" else None)
-    assert scheme["output_tensors"] is None and scheme["bias"] is None
+    assert scheme["output_tensors"] is None
+    assert scheme["bias"] is None
     assert not any(written[key] for key in ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"))
 
 
@@ -106,7 +112,8 @@ def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
         routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
         expected = {"lm_head", "model.layers.1.self_attn.o_proj", *experts, *routers}
         ignored = config_in(tmp_path / format)["quantization_config"][key]
-        assert set(ignored) == expected and len(ignored) == len(expected)
+        assert set(ignored) == expected
+        assert len(ignored) == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +126,14 @@ def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
 )
 @pytest.mark.parametrize("mode", ["qat", "packed", None], ids=str)
 def test_experts_in_one_tensor_are_ignored_by_their_module(mode, format, key, n_layers, tmp_path):
-    source, skips = save_plain(tmp_path / "plain", "gpt_oss"), {"modules_to_not_convert": ["layers.1.mlp.experts"]}
+    source = save_plain(tmp_path / "plain", "gpt_oss")
+    skips = {"modules_to_not_convert": ["layers.1.mlp.experts"]}
     if mode is not None:
         config = MXFP4RLConfig(mode=mode, preset="w4a16", scale_rule="even", macro_block=None, **skips)
         model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.float32)
         model.save_pretrained(tmp_path / "saved")
-        source, skips = tmp_path / "saved", {}
+        source = tmp_path / "saved"
+        skips = {}
     export(source, tmp_path / "out", format, "dequantize", **skips)
     ignored = config_in(tmp_path / "out")["quantization_config"][key]
     found = [name for name in ignored if "experts" in name]
@@ -142,7 +151,8 @@ def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp
     assert "quantization_config" not in config_in(tmp_path / "out")
     assert tensors_in(tmp_path / "out").keys() == tensors_in(tmp_path / "packed-plain").keys()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert plain.dtype == torch.bfloat16 and type(plain.get_submodule(Q_PROJ)) is torch.nn.Linear
+    assert plain.dtype == torch.bfloat16
+    assert type(plain.get_submodule(Q_PROJ)) is torch.nn.Linear
     expected = AutoModelForCausalLM.from_pretrained(source).dequantize()
     theirs = dict(expected.named_parameters())
     assert theirs.keys() == dict(plain.named_parameters()).keys()
@@ -179,14 +189,16 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(format, tmp_path):
     report = export(tmp_path / "plain", tmp_path / "out", format)
     loaded = tensors_in(tmp_path / "out")
     assert torch.equal(loaded["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
-    assert loaded["model.norm.weight"].dtype == torch.bfloat16 and "keeps in float32" in report.notes[-1]
+    assert loaded["model.norm.weight"].dtype == torch.bfloat16
+    assert "keeps in float32" in report.notes[-1]
 
 
 @torch.no_grad()
 def test_a_head_of_its_own_unties_the_config(tmp_path):
     stored = save_with_head(tmp_path / "plain")
     report = export(tmp_path / "plain", tmp_path / "out", "bf16")
-    assert config_in(tmp_path / "plain")["tie_word_embeddings"] and "head differs" in report.notes[0]
+    assert config_in(tmp_path / "plain")["tie_word_embeddings"]
+    assert "head differs" in report.notes[0]
     assert config_in(tmp_path / "out")["tie_word_embeddings"] is False
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
@@ -218,7 +230,8 @@ def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(name, tmp_path):
     config = {"scale_rule": "rceil", **MISFITS[name][0]}
     source = save_packed(tmp_path / "packed", layers=1, config=config)
     report = export(source, tmp_path / "out", "quark", "requantize")
-    after, costs = tensors_in(tmp_path / "out"), {cost.name: cost for cost in report.layers}
+    after = tensors_in(tmp_path / "out")
+    costs = {cost.name: cost for cost in report.layers}
     model = AutoModelForCausalLM.from_pretrained(source)
     for name, cost in costs.items():
         values = model.get_submodule(name).dequantized_weight(torch.float32)
@@ -226,8 +239,11 @@ def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(name, tmp_path):
         assert torch.equal(after[f"{name}.weight"], expected.codes)
         assert torch.equal(after[f"{name}.weight_scale"], expected.scale)
         error = (decode(expected.codes, expected.scale) - values.double()).square().sum().item()
-        assert cost.action == "requantized" and cost.noise == pytest.approx(error) and error > 0
-    assert len(costs) == 7 and 10 < report.total_sqnr_db < 40
+        assert cost.action == "requantized"
+        assert cost.noise == pytest.approx(error)
+        assert error > 0
+    assert len(costs) == 7
+    assert 10 < report.total_sqnr_db < 40
 
 
 def test_layers_of_odd_length_are_dequantized_and_ignored(tmp_path):
@@ -242,7 +258,8 @@ def test_layers_of_odd_length_are_dequantized_and_ignored(tmp_path):
     assert config_in(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", odd.name]
     layer = AutoModelForCausalLM.from_pretrained(source).get_submodule(odd.name)
     weight = tensors_in(tmp_path / "out")[f"{odd.name}.weight"]
-    assert weight.dtype == torch.bfloat16 and torch.equal(weight, layer.dequantized_weight(torch.bfloat16))
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight, layer.dequantized_weight(torch.bfloat16))
 
 
 def test_shards_side_files_and_report(tmp_path, monkeypatch):
@@ -298,16 +315,19 @@ def test_codes_and_scales_are_those_of_quantize(rule, shard_size, tmp_path):
     plain = save_plain(tmp_path / "plain", "llama")
     AutoModelForCausalLM.from_pretrained(plain).save_pretrained(tmp_path / "source", max_shard_size=shard_size)
     report = export(tmp_path / "source", tmp_path / "out", "compressed-tensors", scale_rule=rule)
-    before, after = tensors_in(tmp_path / "source"), tensors_in(tmp_path / "out")
+    before = tensors_in(tmp_path / "source")
+    after = tensors_in(tmp_path / "out")
     layers = {name.removesuffix("_packed") for name in after if name.endswith(".weight_packed")}
-    assert len(layers) == 14 and report.counts() == {"packed": 14}
+    assert len(layers) == 14
+    assert report.counts() == {"packed": 14}
     for name in layers:
         expected = hf_mxfp4.quantize(before[name], scale_rule=rule or "even")
         assert torch.equal(after[f"{name}_packed"], expected.codes), name
         assert torch.equal(after[f"{name}_scale"], expected.scale), name
     for name in before.keys() - layers:
         assert torch.equal(after[name], before[name]), name
-    assert report.weights == f"mxfp4+{rule or 'even'}" and report.scheme == "full precision"
+    assert report.weights == f"mxfp4+{rule or 'even'}"
+    assert report.scheme == "full precision"
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "bf16"])
@@ -321,12 +341,15 @@ def test_errors_are_those_against_the_full_precision_weights(format, tmp_path):
         error = (decode(packed.codes, packed.scale) - weight.double()).square().sum().item()
         energy = weight.double().square().sum().item()
         assert cost.sqnr_db == pytest.approx(10 * math.log10(energy / error), abs=1e-3)
-        signal, noise = signal + energy, noise + error
+        signal = signal + energy
+        noise = noise + error
     sqnr = 10 * math.log10(signal / noise)
-    assert report.total_sqnr_db == pytest.approx(sqnr, abs=1e-3) and 10 < sqnr < 40
+    assert report.total_sqnr_db == pytest.approx(sqnr, abs=1e-3)
+    assert 10 < sqnr < 40
     assert report.error() == f"SQNR {sqnr:.2f} dB against the full-precision weights"
     written = json.loads((tmp_path / "out" / "export_report.json").read_text())
-    assert written["sqnr_against"] == "the full-precision weights" and written["source_sqnr_db"] is None
+    assert written["sqnr_against"] == "the full-precision weights"
+    assert written["source_sqnr_db"] is None
     assert written["sqnr_db"] == pytest.approx(sqnr, abs=1e-3)
 
 

@@ -57,7 +57,8 @@ def test_names_and_types_are_those_of_llama_cpp(family, tmp_path):
     """The package `gguf` knows the names, and not what is in which type."""
     make_model(family, **FAMILIES[family]).save_pretrained(tmp_path / "plain")
     export(tmp_path / "plain", tmp_path / "out", "gguf", modules_to_not_convert=["q_proj"])
-    found, of_layer = tensors_of(tmp_path / "out"), set(LAYER[family].split())
+    found = tensors_of(tmp_path / "out")
+    of_layer = set(LAYER[family].split())
     assert {name.split(".")[2] for name in found if name.startswith("blk.1.")} == of_layer
     top = {name for name in found if not name.startswith("blk.")}
     assert top == {"token_embd.weight", "output.weight", "output_norm.weight"}
@@ -92,7 +93,8 @@ def test_transformers_computes_the_same_from_the_file(family, tmp_path):
         rows = torch.cat([decode(stored[f"{part}_packed"], stored[f"{part}_scale"]) for part in parts]).float()
         assert torch.equal(own["model.layers.0.mlp.experts.gate_up_proj"][3], rows)
     for name in layers:
-        codes, scale = stored[name.replace("weight", "weight_packed")], stored[f"{name}_scale"]
+        codes = stored[name.replace("weight", "weight_packed")]
+        scale = stored[f"{name}_scale"]
         assert torch.equal(own[name], decode(codes, scale).float()), name
     assert torch.equal(own["model.norm.weight"], stored["model.norm.weight"].float())
 
@@ -131,12 +133,15 @@ def test_tokenizers_that_merge_bytes(split, begins, tmp_path):
     assert not export(tmp_path / "plain", tmp_path / "out", "gguf").notes
     found = metadata_of(tmp_path / "out")
     size = len(tokenizer)
-    assert found["tokenizer.ggml.model"] == "gpt2" and found["tokenizer.ggml.pre"] == split
+    assert found["tokenizer.ggml.model"] == "gpt2"
+    assert found["tokenizer.ggml.pre"] == split
     kinds = [3] * 3 + [1] * (size - 3) + [5] * (404 - size)
     tokens = tokenizer.convert_ids_to_tokens(range(size)) + [f"[PAD{number}]" for number in range(size, 404)]
-    assert found["tokenizer.ggml.tokens"] == tokens and found["tokenizer.ggml.token_type"] == kinds
+    assert found["tokenizer.ggml.tokens"] == tokens
+    assert found["tokenizer.ggml.token_type"] == kinds
     assert [found[f"tokenizer.ggml.{name}_token_id"] for name in ("padding", "bos", "eos")] == [0, 1, 2]
-    assert found["tokenizer.ggml.add_bos_token"] is begins and found["tokenizer.chat_template"] == CHAT
+    assert found["tokenizer.ggml.add_bos_token"] is begins
+    assert found["tokenizer.chat_template"] == CHAT
     merges = json.loads((tmp_path / "plain" / "tokenizer.json").read_text())["model"]["merges"]
     assert found["tokenizer.ggml.merges"] == [" ".join(merge) for merge in merges]
     again = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file=FILE)
@@ -149,9 +154,11 @@ def test_tokenizers_with_bytes_as_a_fallback(tmp_path):
     tokenizer.save_pretrained(tmp_path / "plain")
     export(tmp_path / "plain", tmp_path / "out", "gguf")
     found = metadata_of(tmp_path / "out")
-    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_space_prefix"] is True
+    assert found["tokenizer.ggml.model"] == "llama"
+    assert found["tokenizer.ggml.add_space_prefix"] is True
     assert found["tokenizer.ggml.tokens"][:5] == ["<unk>", *SPECIAL, "<0x00>"][:5]
-    assert found["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 3, 6] and found["tokenizer.ggml.token_type"][-1] == 1
+    assert found["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 3, 6]
+    assert found["tokenizer.ggml.token_type"][-1] == 1
     scores = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], strict=True))
     merges = json.loads((tmp_path / "plain" / "tokenizer.json").read_text())["model"]["merges"]
     ranked = ["".join(merge) for merge in merges]
@@ -175,9 +182,11 @@ def test_a_trained_policy_has_its_codes(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "policy")
     report = export(tmp_path / "policy", tmp_path / "out", "gguf")
-    assert report.counts() == {"packed": 14} and "8-bit integers" in report.notes[0]
+    assert report.counts() == {"packed": 14}
+    assert "8-bit integers" in report.notes[0]
     found = tensors_of(tmp_path / "out")
-    assert "output.weight" not in found and found["token_embd.weight"].tensor_type == BF16
+    assert "output.weight" not in found
+    assert found["token_embd.weight"].tensor_type == BF16
     master = model.get_parameter("model.layers.0.mlp.down_proj.weight").detach()
     assert torch.equal(values_of(found["blk.0.ffn_down.weight"]), fake_quantize(master, scale_rule="rceil"))
 

@@ -39,7 +39,8 @@ def test_there_and_back_gives_the_same_files(family, options, format, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
     one, other = (header_and_data(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
     assert one[1] == other[1]
-    before, after = config_in(source), config_in(tmp_path / "back")
+    before = config_in(source)
+    after = config_in(tmp_path / "back")
     if family == "qwen3_moe":  # the same layers, told by their full names
         experts = after["quantization_config"].pop("modules_to_not_convert")
         assert experts == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
@@ -64,7 +65,8 @@ def test_routed_experts_alone_are_released_in_4_bits_and_trained_again(family, t
     policy.save_pretrained(tmp_path / "policy")
     report = export(tmp_path / "policy", tmp_path / "released", "compressed-tensors")
     assert report.notes[0].startswith("Activations were quantized (mxfp8); the exported model says that they are not")
-    tensors, config = tensors_in(tmp_path / "released"), config_in(tmp_path / "released")
+    tensors = tensors_in(tmp_path / "released")
+    config = config_in(tmp_path / "released")
     quantized = {name for name, tensor in tensors.items() if tensor.dtype == torch.uint8}
     assert quantized == {name for name in tensors if ".experts." in name}
     kept = {name.removesuffix(".weight") for name in tensors if tensors[name].dim() == 2 and name not in quantized}
@@ -79,7 +81,8 @@ def test_routed_experts_alone_are_released_in_4_bits_and_trained_again(family, t
     write_json(tmp_path / "released" / "config.json", config)
     import_checkpoint(tmp_path / "released", tmp_path / "packed", activations="mxfp8")
     export(tmp_path / "packed", tmp_path / "values", "bf16")
-    packed, again = load("packed"), load("values", quantization_config=trained)
+    packed = load("packed")
+    again = load("values", quantization_config=trained)
     assert str(packed.config.quantization_config.activation_scheme) == "mxfp8"
     for model in (pack(policy), pack(again)):
         for name, layer in layers_of(packed, MXFP4PackedExperts).items():
@@ -101,7 +104,8 @@ def test_activations_are_given_where_a_checkpoint_does_not_say_them(tmp_path):
 def foreign(folder, format="compressed-tensors", **options):
     """A checkpoint written by hand, with random bytes for weights."""
     save_plain(folder, layers=1, **options)
-    tensors, config = tensors_in(folder), config_in(folder)
+    tensors = tensors_in(folder)
+    config = config_in(folder)
     torch.manual_seed(1)
     weight = "weight_packed" if format == "compressed-tensors" else "weight"
     for name in [name for name in tensors if name.endswith("_proj.weight")]:

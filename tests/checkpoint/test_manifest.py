@@ -50,14 +50,16 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
             file.name: {"size": file.stat().st_size, "xxh3_128": xxh3_128_hexdigest(file.read_bytes())}
             for file in files
         }
-        assert manifest_of(folder) == expected and not where(folder)
+        assert manifest_of(folder) == expected
+        assert not where(folder)
     # Next to a config.json, under names that the index does not have.
     export(saved["plain"], tmp_path / "gguf", "gguf")
     model = AutoModelForCausalLM.from_pretrained(saved["master"])
     for size, folder in (("15KB", tmp_path / "sharded"), ("1GB", tmp_path / "whole")):
         model.save_pretrained(folder, variant="bf16", max_shard_size=size)
     for folder, number in (("gguf", 3), ("sharded", 5), ("whole", 3)):
-        assert not where(tmp_path / folder) and len(manifest_of(tmp_path / folder)) == number
+        assert not where(tmp_path / folder)
+        assert len(manifest_of(tmp_path / folder)) == number
 
 
 def test_master_weights_are_the_files_of_the_plain_model(saved, tmp_path):
@@ -73,8 +75,10 @@ def test_a_second_save_keeps_records_of_other_files(copy):
     (folder / "extra.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     add_to_folder(folder)
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="5KB")
-    assert "model.safetensors" not in manifest_of(folder) and "extra.safetensors" in manifest_of(folder)
-    assert len(manifest_of(folder)) > 3 and not where(folder)
+    assert "model.safetensors" not in manifest_of(folder)
+    assert "extra.safetensors" in manifest_of(folder)
+    assert len(manifest_of(folder)) > 3
+    assert not where(folder)
 
 
 OUTSIDE = '{"files": {"../a": {"size": 1, "xxh3_128": "0"}}}'
@@ -143,7 +147,8 @@ def test_a_flipped_bit_is_found_by_checksums(make, tmp_path, name):
 
 
 def test_the_newest_whole_one_by_number(make, tmp_path):
-    assert last_complete_checkpoint(tmp_path) is None and last_complete_checkpoint(tmp_path / "missing") is None
+    assert last_complete_checkpoint(tmp_path) is None
+    assert last_complete_checkpoint(tmp_path / "missing") is None
     for step in (2, 9, 10, 11):
         make(step)
     (tmp_path / "checkpoint-30").write_text("a file")

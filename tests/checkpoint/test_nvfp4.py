@@ -39,19 +39,22 @@ def decode_ours(tensors: dict, layer: str, suffix: str = ".weight", expert: int 
 def test_a_packed_checkpoint_keeps_its_values(scheme, tmp_path):
     source = save_packed(tmp_path / "packed", intermediate=96, config=scheme)
     report = export(source, tmp_path / "out", "nvfp4")
-    before, after = tensors_in(source), tensors_in(tmp_path / "out")
+    before = tensors_in(source)
+    after = tensors_in(tmp_path / "out")
     layers = sorted(name.removesuffix(".weight_scale") for name in before if name.endswith(".weight_scale"))
-    assert len(layers) == 14 and any("weight_macro" in name for name in before) == (
-        "macro_block" in scheme or "fprop" in scheme
-    )
+    assert len(layers) == 14
+    assert any("weight_macro" in name for name in before) == ("macro_block" in scheme or "fprop" in scheme)
     for layer in layers:
         assert torch.equal(decode_nvfp4(after, layer), decode_ours(before, layer)), layer
         assert torch.equal(after[f"{layer}.weight_packed"], before[f"{layer}.weight"])
     for module in ("self_attn", "mlp"):  # engines join q, k and v, and gate and up, under one tensor scale
         divisors = {float(after[f"{layer}.weight_global_scale"]) for layer in layers if f"layers.0.{module}" in layer}
         largest = max(float(after[f"{layer}.weight_scale"].float().max()) for layer in layers if f"0.{module}" in layer)
-        assert len(divisors) == 1 and 256 <= largest <= 448
-    assert report.blocks == (1920, 1920) and report.counts() == {"kept": 14} and not report.changed
+        assert len(divisors) == 1
+        assert 256 <= largest <= 448
+    assert report.blocks == (1920, 1920)
+    assert report.counts() == {"kept": 14}
+    assert not report.changed
     written = json.loads((tmp_path / "out/export_report.json").read_text())
     assert (written["blocks"], written["exact_blocks"]) == (1920, 1920)
     ends = ("bias", "weight_global_scale", "weight_packed", "weight_scale")
@@ -104,14 +107,16 @@ def test_inputs_are_quantized_if_they_were_to_4_bits_or_as_asked(scheme, preset,
 def test_experts_have_one_matrix_in_each_tensor(tmp_path):
     source = save_packed(tmp_path / "packed", "qwen3_moe", config=MANTISSAS)
     report = export(source, tmp_path / "out", "nvfp4")
-    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    ours = tensors_in(source)
+    theirs = tensors_in(tmp_path / "out")
     experts = "model.layers.0.mlp.experts"
     fused = decode_ours(ours, experts, ".gate_up_proj", expert=1)
     parts = [decode_nvfp4(theirs, f"{experts}.1.{name}_proj") for name in ("gate", "up", "down")]
     assert torch.equal(torch.cat(parts[:2]), fused)
     assert torch.equal(parts[2], decode_ours(ours, experts, ".down_proj", expert=1))
     divisors = [value for name, value in theirs.items() if experts in name and name.endswith("global_scale")]
-    assert len(divisors) == 12 and len({float(value) for value in divisors}) == 1
+    assert len(divisors) == 12
+    assert len({float(value) for value in divisors}) == 1
     assert any("ignores the tensor scales of experts" in note for note in report.notes)
     # Which is so as long as this fails for want of the tensor scale; then the note has to go.
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -138,15 +143,18 @@ def test_blocks_out_of_range_get_the_best_scale_of_each_half(wide, tmp_path):
     assert {float(tensors[f"{layer}.weight_global_scale"]) for layer in ATTENTION} == {256.0}
     values = decode_nvfp4(tensors, Q_PROJ)
     # E4M3 has 2**8 to 2**-9.
-    assert torch.equal(values[:18], weight[:18]) and not torch.equal(values[18], weight[18])
+    assert torch.equal(values[:18], weight[:18])
+    assert not torch.equal(values[18], weight[18])
     assert not values[62:].any()
     # Of all E4M3 scales and the nearest codes, none has less error.
     scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().view(-1, 1, 1, 1) / 256
-    halves, grid = weight[18:62].unflatten(1, (4, 16)), E2M1[:8]
+    halves = weight[18:62].unflatten(1, (4, 16))
+    grid = E2M1[:8]
     nearest = grid[((halves.abs() / scales).unsqueeze(-1) - grid).abs().argmin(dim=-1)]
     least = (nearest * scales - halves.abs()).square().sum(dim=-1).amin(dim=0)
     found = (values[18:62] - weight[18:62]).square().unflatten(1, (4, 16)).sum(dim=-1)
-    assert torch.allclose(found, least, rtol=1e-12, atol=0) and (least > 0).all()
+    assert torch.allclose(found, least, rtol=1e-12, atol=0)
+    assert (least > 0).all()
     cost = next(layer for layer in report.layers if layer.name == Q_PROJ)
     assert (cost.blocks, cost.exact_blocks) == (128, 128 - 2 * 44 - 2)
     assert cost.noise > 0
@@ -167,7 +175,8 @@ def test_plain_weights_get_block_mantissas(tmp_path):
     export(packed, tmp_path / "one", "nvfp4")
     report = export(tmp_path / "packed-plain", tmp_path / "two", "nvfp4")
     assert report.weights == "mxfp4+even+mbs128-blockwise"
-    one, two = tensors_in(tmp_path / "one"), tensors_in(tmp_path / "two")
+    one = tensors_in(tmp_path / "one")
+    two = tensors_in(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor.view(torch.uint8), two[name].view(torch.uint8)), name
@@ -181,8 +190,10 @@ def test_the_config_is_what_compressed_tensors_writes(preset, tmp_path):
     config = quantization.QuantizationConfig.model_validate(options)
     (scheme,) = config.config_groups.values()
     theirs = quantization.preset_name_to_scheme("NVFP4A16" if preset == "w4a16" else "NVFP4", ["Linear"])
-    assert scheme.weights == theirs.weights and scheme.input_activations == theirs.input_activations
-    assert options["format"] == "nvfp4-pack-quantized" and options["ignore"] == ["lm_head"]
+    assert scheme.weights == theirs.weights
+    assert scheme.input_activations == theirs.input_activations
+    assert options["format"] == "nvfp4-pack-quantized"
+    assert options["ignore"] == ["lm_head"]
     scales = {name: t for name, t in tensors_in(tmp_path / "out").items() if name.endswith("input_global_scale")}
     assert len(scales) == (14 if preset == "w4a4" else 0)
     assert all(torch.equal(t, torch.ones(1)) for t in scales.values())
@@ -198,7 +209,8 @@ def test_what_nvfp4_cannot_hold_is_refused(tmp_path):
         export(both, tmp_path / "out", "nvfp4")
     assert "macro-block" not in str(refused.value)
     report = export(both, tmp_path / "out", "nvfp4", "requantize")
-    assert report.weights == "mxfp4+even+mbs128-blockwise" and report.blocks[0] == report.blocks[1]
+    assert report.weights == "mxfp4+even+mbs128-blockwise"
+    assert report.blocks[0] == report.blocks[1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
@@ -206,13 +218,17 @@ def test_an_export_is_imported_and_exported_again(family, tmp_path):
     source = save_packed(tmp_path / "packed", family, intermediate=96, config={"preset": "w4a4", **MANTISSAS})
     export(source, tmp_path / "out", "nvfp4")
     report = import_checkpoint(tmp_path / "out", tmp_path / "back")
-    assert report.counts() == {"kept": report.n_layers} and "here they are in full precision" in report.notes[1]
-    ours, back = tensors_in(source), tensors_in(tmp_path / "back")
-    assert ours.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    assert report.counts() == {"kept": report.n_layers}
+    assert "here they are in full precision" in report.notes[1]
+    ours = tensors_in(source)
+    back = tensors_in(tmp_path / "back")
+    assert ours.keys() == back.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
     assert str(loaded.config.quantization_config.weight_scheme) == "mxfp4+even+mbs128-blockwise"
     export(tmp_path / "back", tmp_path / "again", "nvfp4")
-    first, again = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "again")
+    first = tensors_in(tmp_path / "out")
+    again = tensors_in(tmp_path / "again")
     assert again.keys() == {name for name in first if not name.endswith("input_global_scale")}
     assert all(torch.equal(t.view(torch.uint8), first[name].view(torch.uint8)) for name, t in again.items())
 
@@ -228,8 +244,10 @@ def test_the_layout_of_model_optimizer_has_the_same_values(family, preset, tmp_p
         assert torch.equal(theirs.pop(f"{layer}.weight"), ours.pop(f"{layer}.weight_packed"))
         for end in ("weight", "input") if preset == "w4a4" else ("weight",):
             scale = theirs.pop(f"{layer}.{'weight_scale_2' if end == 'weight' else 'input_scale'}")
-            assert scale.shape == () and float(scale) * float(ours.pop(f"{layer}.{end}_global_scale")) == 1
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name].float(), ours[name].float()) for name in ours)
+            assert scale.shape == ()
+            assert float(scale) * float(ours.pop(f"{layer}.{end}_global_scale")) == 1
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name].float(), ours[name].float()) for name in ours)
     options = config_in(tmp_path / "nvfp4-modelopt")["quantization_config"]
     algorithm = {"w4a4": "NVFP4", "w4a16": "W4A16_NVFP4"}[preset]
     assert (options["quant_method"], options["quant_algo"]) == ("modelopt", algorithm)
@@ -242,8 +260,10 @@ def test_the_layout_of_model_optimizer_has_the_same_values(family, preset, tmp_p
     }
     report = import_checkpoint(tmp_path / "nvfp4-modelopt", tmp_path / "back")
     assert report.blocks[0] == report.blocks[1] > 0
-    before, back = tensors_in(source), tensors_in(tmp_path / "back")
-    assert before.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in before.items())
+    before = tensors_in(source)
+    back = tensors_in(tmp_path / "back")
+    assert before.keys() == back.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
@@ -251,8 +271,10 @@ def test_model_optimizer_has_fused_experts_as_the_model_has_them(preset, tmp_pat
     """As its exports of gpt-oss do: ``[E, K/2, N]``, scales ``[E, K/16, N]``, and one factor (vllm#46645)."""
     source = save_packed(tmp_path / "packed", "gpt_oss", layers=1, config={"preset": preset, **MANTISSAS})
     report = export(source, tmp_path / "out", "nvfp4-modelopt")
-    assert report.counts() == {"kept": 12} and report.blocks[0] == report.blocks[1] > 0
-    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    assert report.counts() == {"kept": 12}
+    assert report.blocks[0] == report.blocks[1] > 0
+    ours = tensors_in(source)
+    theirs = tensors_in(tmp_path / "out")
     experts = "model.layers.0.mlp.experts"
     codes, scale, factor = (theirs[f"{experts}.down_proj{end}"] for end in ("", "_weight_scale", "_weight_scale_2"))
     assert (codes.shape, scale.shape, factor.shape) == ((4, 48, 64), (4, 6, 64), ())
@@ -264,7 +286,8 @@ def test_model_optimizer_has_fused_experts_as_the_model_has_them(preset, tmp_pat
     assert (f"{experts}.down_proj_input_scale" in theirs) == (preset == "w4a4")
     import_checkpoint(tmp_path / "out", tmp_path / "back")
     back = tensors_in(tmp_path / "back")
-    assert ours.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    assert ours.keys() == back.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
 
 
 def test_scales_that_packed_weights_cannot_hold_are_refused(tmp_path):

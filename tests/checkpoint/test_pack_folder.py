@@ -33,7 +33,8 @@ from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack
 )
 def test_a_qat_folder_packs_like_its_model(name, shard_size, family, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", shard_size)
-    options, dtype = CONFIGS[name], torch.float32 if shard_size == "30KB" else torch.bfloat16
+    options = CONFIGS[name]
+    dtype = torch.float32 if shard_size == "30KB" else torch.bfloat16
     sizes = {"intermediate": 80} if family == "mixtral" else {}  # tiles cut short
     plain = save_plain(tmp_path / "plain", family, tie=True, dtype=dtype, **sizes)
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(**options))
@@ -86,7 +87,8 @@ def test_what_is_not_quantized_has_the_dtype_asked_for(saved, dtype, written, tm
     config = MXFP4RLConfig(mode="packed") if saved == "plain" else None
     report = pack_checkpoint(tmp_path / saved, tmp_path / "out", config, dtype=dtype)
     assert (len(report.notes) == 1) == (written != torch.float32)
-    before, after = tensors_in(tmp_path / saved), tensors_in(tmp_path / "out")
+    before = tensors_in(tmp_path / saved)
+    after = tensors_in(tmp_path / "out")
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(after[name], before[name].to(written))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == written
@@ -131,7 +133,8 @@ def qat(folder, **options):
 
 @pytest.fixture
 def packed_folder(checkpoint, tmp_path):
-    source, out = checkpoint(dtype=torch.bfloat16), tmp_path / "packed"
+    source = checkpoint(dtype=torch.bfloat16)
+    out = tmp_path / "packed"
     pack_checkpoint(source, out, ROTATED)
     return source, out
 
@@ -139,9 +142,11 @@ def packed_folder(checkpoint, tmp_path):
 def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(checkpoint, tmp_path):
     source = checkpoint(dtype=torch.bfloat16)
     model = load(source, ROTATED)
-    expected, report = logits(model), model.quantization_report
+    expected = logits(model)
+    report = model.quantization_report
     model.save_pretrained(tmp_path / "saved")
-    stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
+    stored = tensors_in(tmp_path / "saved")
+    original = tensors_in(source)
     pack_checkpoint(source, tmp_path / "folder", ROTATED)
     assert_same(tensors_in(tmp_path / "folder"), stored)
     for name in layers_of(model):
@@ -150,7 +155,8 @@ def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(chec
         assert torch.equal(stored[f"{name}.weight"], tensor.codes), name
         assert torch.equal(stored[f"{name}.weight_macro"], tensor.macro), name
     again = load(tmp_path / "saved")
-    assert torch.equal(logits(again), expected) and again.hf_quantizer.quantization_config == ROTATED
+    assert torch.equal(logits(again), expected)
+    assert again.hf_quantizer.quantization_config == ROTATED
     assert "rotation deterministic-32" in str(again.quantization_report)
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "rotation deterministic-32" in card
@@ -168,7 +174,8 @@ def test_rotations_that_do_not_divide_the_inputs_of_a_layer_are_refused_by_its_n
     with pytest.raises(ValueError, match=words):
         load(source, config)
     result = run("pack", source, tmp_path / "out", "--rotation", "random-16")
-    assert result.exit_code == 2 and "drawn anew in every step" in " ".join(result.output.split())
+    assert result.exit_code == 2
+    assert "drawn anew in every step" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("kind", ["packed", "qat"])

@@ -33,7 +33,8 @@ from hf_mxfp4.model import layer_names
     ],
 )
 def test_the_scheme_comes_back_without_being_named(scheme, family, tie, shard_size, checkpoint, tmp_path):
-    source, target = checkpoint(family, tie=tie), tmp_path / "saved"
+    source = checkpoint(family, tie=tie)
+    target = tmp_path / "saved"
     config = MXFP4RLConfig(smooth=False, **CONFIGS[scheme])
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
     model.save_pretrained(target, max_shard_size=shard_size)
@@ -245,7 +246,9 @@ def test_a_new_head_and_a_new_pooler_are_plain_and_initialized(mode, tmp_path):
     for folder, how in (("plain", mode), ("saved", None)):
         model = load_as(tmp_path / folder, how, transformers.AutoModelForSequenceClassification, num_labels=3)
         for head in (model.bert.pooler.dense, model.classifier):
-            assert type(head) is torch.nn.Linear and head.weight.isfinite().all() and 0 < head.weight.std() < 0.1
+            assert type(head) is torch.nn.Linear
+            assert head.weight.isfinite().all()
+            assert 0 < head.weight.std() < 0.1
         assert len(model.quantization_report.quantized) == 6
 
 
@@ -279,14 +282,16 @@ def test_what_is_given_is_what_is_written_and_nothing_is_left_on_the_model(model
     attributes = set(vars(model))
     model.save_pretrained(tmp_path / "saved", state_dict=dict(given))
     assert_same(tensors_in(tmp_path / "saved"), given)
-    assert set(vars(model)) == attributes and take_state_dict(model) is None
+    assert set(vars(model)) == attributes
+    assert take_state_dict(model) is None
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same(weights(again), given)
     assert again.quantization_report.n_quantized == 14
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         model.save_pretrained(tmp_path / "file" / "saved", state_dict=shifted(model))
-    assert set(vars(model)) == attributes and take_state_dict(model) is None
+    assert set(vars(model)) == attributes
+    assert take_state_dict(model) is None
 
 
 PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_residual_scale")
@@ -314,7 +319,8 @@ def metadata_of(folder) -> dict[str, str]:
     ("family", "tie", "shard_size"), [("llama", False, "20KB"), ("qwen2", True, "5GB"), ("gemma", True, "20KB")]
 )
 def test_bfloat16_to_packed_to_disk_and_back(family, tie, shard_size, checkpoint, tmp_path):
-    source, saved = checkpoint(family, tie=tie, dtype=torch.bfloat16, shard_size=shard_size), tmp_path / "saved"
+    source = checkpoint(family, tie=tie, dtype=torch.bfloat16, shard_size=shard_size)
+    saved = tmp_path / "saved"
     model = load_packed(source)
     expected = logits(model)
     model.save_pretrained(saved, max_shard_size=shard_size)
@@ -334,8 +340,10 @@ def test_the_files_hold_exactly_the_packed_tensors(options, checkpoint, tmp_path
     source = checkpoint("qwen2", dtype=torch.bfloat16, hidden=128, intermediate=288)
     model = load_packed(source, **options)
     model.save_pretrained(tmp_path / "saved")
-    stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
-    expected, scheme = set(original), model.hf_quantizer.quantization_config.weight_scheme
+    stored = tensors_in(tmp_path / "saved")
+    original = tensors_in(source)
+    expected = set(original)
+    scheme = model.hf_quantizer.quantization_config.weight_scheme
     for name, layer in layers_of(model).items():
         tensor = quantize(original[f"{name}.weight"], **vars(scheme))
         parts = (tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale)
@@ -357,10 +365,12 @@ def test_the_files_hold_exactly_the_packed_tensors(options, checkpoint, tmp_path
 )
 def test_memory_and_counts(options, bits, checkpoint):
     source = checkpoint("llama", hidden=128, intermediate=256, dtype=torch.bfloat16)
-    full, model = AutoModelForCausalLM.from_pretrained(source), load_packed(source, **options)
+    full = AutoModelForCausalLM.from_pretrained(source)
+    model = load_packed(source, **options)
     report = model.quantization_report
     n_weights = sum(layer.in_features * layer.out_features for layer in layers_of(model).values())
-    assert report.n_weights == n_weights and report.bits_per_weight == bits
+    assert report.n_weights == n_weights
+    assert report.bits_per_weight == bits
     assert report.packed_bytes == n_weights * bits / 8
     assert full.get_memory_footprint() - model.get_memory_footprint() == 2 * n_weights - report.packed_bytes
     assert full.num_parameters() == model.num_parameters()
@@ -374,14 +384,17 @@ def test_dequantize(dtype, checkpoint, tmp_path):
     expected = logits(model)
     weights = {name: layer.dequantized_weight(dtype) for name, layer in layers_of(model).items()}
     plain = model.dequantize(dtype) if dtype else model.dequantize()
-    assert not layers_of(plain) and all(torch.equal(plain.get_submodule(n).weight, w) for n, w in weights.items())
+    assert not layers_of(plain)
+    assert all(torch.equal(plain.get_submodule(n).weight, w) for n, w in weights.items())
     assert {p.dtype for p in plain.parameters()} == {dtype or torch.bfloat16}
-    assert not hasattr(plain, "quantization_report") and not hasattr(plain.config, "quantization_config")
+    assert not hasattr(plain, "quantization_report")
+    assert not hasattr(plain.config, "quantization_config")
     if dtype is None:
         assert torch.equal(logits(plain), expected)
     plain.save_pretrained(tmp_path / "plain")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-    assert torch.equal(logits(again), logits(plain)) and not layers_of(again)
+    assert torch.equal(logits(again), logits(plain))
+    assert not layers_of(again)
 
 
 @pytest.mark.usefixtures("dense_products")
@@ -389,19 +402,25 @@ def test_dequantize(dtype, checkpoint, tmp_path):
     ("name", "dtype"), [*((name, "float32") for name in TRAINED), *((name, "bfloat16") for name in BFLOAT16)]
 )
 def test_pack_repeats_the_trained_models_bits(name, dtype, checkpoint, tmp_path):
-    options, dtype = TRAINED[name], getattr(torch, dtype)
+    options = TRAINED[name]
+    dtype = getattr(torch, dtype)
     source = checkpoint("qwen2", dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig(**options))
-    expected, names, before = logits(model), list(layers_of(model, MXFP4Linear)), model.quantization_report
+    expected = logits(model)
+    names = list(layers_of(model, MXFP4Linear))
+    before = model.quantization_report
     assert pack(model) is model
-    assert list(layers_of(model)) == names and not layers_of(model, MXFP4Linear)
+    assert list(layers_of(model)) == names
+    assert not layers_of(model, MXFP4Linear)
     assert torch.equal(logits(model), expected)
     report = model.quantization_report
     assert (report.quantized, report.skipped, report.scheme) == (before.quantized, before.skipped, before.scheme)
-    assert report.bits_per_weight >= 4.25 and report.sqnr_db > 15
+    assert report.bits_per_weight >= 4.25
+    assert report.sqnr_db > 15
     config = MXFP4RLConfig(**options).packed()
     assert model.config.quantization_config == model.hf_quantizer.quantization_config == config
-    assert model.is_quantized and not model.hf_quantizer.is_qat_trainable
+    assert model.is_quantized
+    assert not model.hf_quantizer.is_qat_trainable
     model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert again.hf_quantizer.quantization_config == config
@@ -409,7 +428,8 @@ def test_pack_repeats_the_trained_models_bits(name, dtype, checkpoint, tmp_path)
 
 
 def test_pack_under_another_scheme_keeps_the_choice_of_layers(checkpoint):
-    source, skips = checkpoint("qwen2"), ["layers.0"]
+    source = checkpoint("qwen2")
+    skips = ["layers.0"]
     options = {"quantization_config": MXFP4RLConfig(modules_to_not_convert=skips, smooth=False)}
     model = AutoModelForCausalLM.from_pretrained(source, **options)
     pack(model, MXFP4RLConfig(mode="packed", scale_rule="even"))

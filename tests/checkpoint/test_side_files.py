@@ -78,7 +78,8 @@ def test_links_out_of_the_folder_are_refused(name, plain, tmp_path):
 
 
 def test_the_cache_of_the_hub_is_made_of_links(plain, tmp_path):
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "main"
     blobs.mkdir(parents=True)
     (snapshot / "additional_chat_templates").mkdir(parents=True)
     for number, file in enumerate(file for file in plain.rglob("*") if file.is_file()):

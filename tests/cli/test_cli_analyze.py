@@ -34,7 +34,8 @@ def test_names_from_a_file_are_text_and_nothing_else(tmp_path):
         tmp_path / "x.safetensors",
     )
     done = finish("analyze", tmp_path / "x.safetensors", "--out", tmp_path / "out")
-    assert "\x1b" not in done.output and "\\x1b[2J[red]a[/blue]$\\frac$" in done.output
+    assert "\x1b" not in done.output
+    assert "\\x1b[2J[red]a[/blue]$\\frac$" in done.output
 
 
 def contents(folder):
@@ -46,7 +47,8 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
     done = finish("analyze", folder, "--out", tmp_path / "out")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["schemes"] == [f"mxfp4+{text}" for text in PAPER_SCHEMES]
-    assert report["source"]["architecture"] == "Qwen2ForCausalLM" and len(report["tensors"]) == 14
+    assert report["source"]["architecture"] == "Qwen2ForCausalLM"
+    assert len(report["tensors"]) == 14
     assert len(list(csv.reader((tmp_path / "out" / "tensors.csv").open()))) == 1 + 14 * 3
     assert f"{folder.name}: 14 tensors" in done.stdout
     for text in (
@@ -55,7 +57,8 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
         "left out: 1 embedding (such as model.embed_tokens.weight)",
     ):
         assert text in done.stdout
-    assert len(done.stdout.splitlines()) < 45 and len(done.stdout.encode()) < 6000
+    assert len(done.stdout.splitlines()) < 45
+    assert len(done.stdout.encode()) < 6000
     assert "report.html" in done.stderr
 
 
@@ -93,7 +96,9 @@ def test_a_scheme_that_weights_alone_do_not_show(checkpoint, tmp_path, options, 
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):
     done = run("analyze", checkpoint(), "--out", tmp_path / "out", *arguments)
-    assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.output
     assert not (tmp_path / "out" / "report.json").exists()
 
 
@@ -106,7 +111,8 @@ def test_a_file_in_the_place_of_the_folder(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "nan"])
 def test_what_cannot_be_read_is_named_everywhere(checkpoint, tmp_path, damage):
-    folder, out = Path(checkpoint(shard_size="60KB")), tmp_path / "out"
+    folder = Path(checkpoint(shard_size="60KB"))
+    out = tmp_path / "out"
     where = list(open_source(str(folder)).expected)[1]
     file = folder / where
     if damage == "truncated":
@@ -132,7 +138,8 @@ def test_a_rerun_and_a_copy_of_the_model_give_the_same_bytes(checkpoint, tmp_pat
     run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "a")
     first = contents(tmp_path / "a")
     again = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "a")
-    assert again.exit_code == 0 and "holds 14 tensors that are done" in again.stderr
+    assert again.exit_code == 0
+    assert "holds 14 tensors that are done" in again.stderr
     assert contents(tmp_path / "a") == first
     shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
     run("analyze", tmp_path / "elsewhere" / folder.name, "--scheme", "rceil", "--out", tmp_path / "b")
@@ -144,11 +151,13 @@ def test_other_settings_do_not_mix(checkpoint, tmp_path):
     run("analyze", folder, "--scheme", "rceil", "--out", tmp_path)
     before = contents(tmp_path)
     done = run("analyze", folder, "--scheme", "floor", "--out", tmp_path)
-    assert done.exit_code == 2 and "start over with --overwrite" in done.stderr
+    assert done.exit_code == 2
+    assert "start over with --overwrite" in done.stderr
     assert contents(tmp_path) == before
     change_in_place(folder / "model.safetensors")
     done = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path)
-    assert done.exit_code == 2 and "as it was before it changed" in done.stderr
+    assert done.exit_code == 2
+    assert "as it was before it changed" in done.stderr
     assert run("analyze", folder, "--scheme", "floor", "--out", tmp_path, "--overwrite").exit_code == 0
     assert json.loads((tmp_path / "report.json").read_text())["schemes"] == ["mxfp4+floor"]
 
@@ -168,10 +177,12 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
     original = weights_module.analyze_tensor
     monkeypatch.setattr(weights_module, "analyze_tensor", interrupted)
     done = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "halves")
-    assert done.exit_code == 130 and "interrupted; the same command resumes where it stopped" in done.stderr
+    assert done.exit_code == 130
+    assert "interrupted; the same command resumes where it stopped" in done.stderr
     assert not (tmp_path / "halves" / "report.json").exists()
     done = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "halves")
-    assert done.exit_code == 0 and count == 6 + 9
+    assert done.exit_code == 0
+    assert count == 6 + 9
     assert contents(tmp_path / "halves") == contents(tmp_path / "whole")
 
 
@@ -191,9 +202,11 @@ def test_the_error_of_the_stored_weights(checkpoint, tmp_path, options):
     noise = (fake_quantize(weight.float(), **vars(scheme)) - weight.float()).double().square().sum()
     sqnr = 10 * math.log10(float(weight.double().square().sum() / noise))
     assert data["tensors"][NAME]["sqnr_db"] == pytest.approx(sqnr, rel=1e-6)
-    assert len(data["tensors"]) == 14 and data["scheme"] == str(scheme)
+    assert len(data["tensors"]) == 14
+    assert data["scheme"] == str(scheme)
     assert data["total"]["elements_packed_otherwise"] == 0
-    assert data["not_quantized"]["changed"] == [] and "lm_head.weight" in data["not_quantized"]["same"]
+    assert data["not_quantized"]["changed"] == []
+    assert "lm_head.weight" in data["not_quantized"]["same"]
     assert data["only_first"] == data["only_second"] == data["problems"] == []
 
 
@@ -217,7 +230,8 @@ def test_fused_experts_meet_experts_of_their_own(checkpoint, tmp_path):
     data = json.loads(run("compare", original, packed, "--json", "--skip", "self_attn").stdout)
     names = ("down_proj", "gate_up_proj")
     assert sorted(data["tensors"]) == [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in names]
-    assert data["total"]["elements_packed_otherwise"] == 0 and 15 < data["total"]["sqnr_db"] < 25
+    assert data["total"]["elements_packed_otherwise"] == 0
+    assert 15 < data["total"]["sqnr_db"] < 25
 
 
 def test_an_exported_checkpoint(checkpoint, tmp_path):
@@ -272,7 +286,9 @@ def test_other_shapes_and_nan_are_problems(checkpoint, tmp_path):
     tensors[f"{NAME}.weight"][0, 0] = math.nan
     save_file(tensors, original / "model.safetensors")
     done = run("compare", original, packed)
-    assert done.exit_code == 1 and f"problem: {NAME}: 1 elements are NaN or infinite" in done.stderr
+    assert done.exit_code == 1
+    assert f"problem: {NAME}: 1 elements are NaN or infinite" in done.stderr
     other = checkpoint(intermediate=128)
     done = run("compare", other, packed)
-    assert done.exit_code == 1 and f"problem: {NAME}: shapes differ: [1, 128, 64] and [1, 96, 64]" in done.stderr
+    assert done.exit_code == 1
+    assert f"problem: {NAME}: shapes differ: [1, 128, 64] and [1, 96, 64]" in done.stderr

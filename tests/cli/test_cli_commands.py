@@ -35,7 +35,8 @@ def test_version_and_help():
     assert run("--version").stdout == f"hf-mxfp4 {hf_mxfp4.__version__}\n"
     text = run("--help").stdout
     for name in ("analyze", "compare", "simulate", "report", "env"):
-        assert name in text and run(name, "--help").exit_code == 0
+        assert name in text
+        assert run(name, "--help").exit_code == 0
     assert run("analyse").exit_code == 2
 
 
@@ -49,7 +50,9 @@ def test_simulation_is_the_decomposition_and_shown_as_a_table():
     assert found["cosine_scale_grid"] == pytest.approx(expected.cosine_scale_grid, rel=1e-9)
     assert found["zero_fraction"] == pytest.approx(expected.zero_fraction)
     table = run("simulate", "--elements", 4096, "--scheme", "even").stdout
-    assert "gaussian, 4,096 elements, seed 0" in table and "mxfp4+even" in table and "SQNR dB" in table
+    assert "gaussian, 4,096 elements, seed 0" in table
+    assert "mxfp4+even" in table
+    assert "SQNR dB" in table
     assert run("simulate", "--distribution", "cauchy").exit_code == 2
 
 
@@ -90,7 +93,9 @@ def parsed(words):
 
 def test_options_as_recipes_have_them(capsys):
     found = parsed("pack DIR --overwrite --modules_to_not_convert a OUT")
-    assert found["overwrite"] and str(found["out"]) == "OUT" and list(found["skip"]) == ["a"]
+    assert found["overwrite"]
+    assert str(found["out"]) == "OUT"
+    assert list(found["skip"]) == ["a"]
     assert parsed("pack DIR --modules_to_not_convert=a OUT")["skip"] == found["skip"]
     assert str(parsed("pack DIR -- --overwrite")["out"]) == "--overwrite"
     assert capsys.readouterr().err == ""
@@ -113,7 +118,8 @@ def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):
     Path("texts.txt").write_text("some text")
     Path("bad.yaml").write_text("preset: [1")
     done = run(*command.split())
-    assert done.exit_code == 2 and message in done.stderr
+    assert done.exit_code == 2
+    assert message in done.stderr
 
 
 def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, monkeypatch):
@@ -124,7 +130,9 @@ def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, mo
     assert run("grpo", "--config", "tiny_cpu", "--max_steps", "1").exit_code == 0
     assert seen == [["--config", "tiny_cpu", "--max_steps", "1"]]
     ours = config_path("recipes/configs/tiny_cpu.yaml")
-    assert ours == config_path("tiny_cpu") and ours.is_file() and tmp_path not in ours.parents
+    assert ours == config_path("tiny_cpu")
+    assert ours.is_file()
+    assert tmp_path not in ours.parents
     Path("tiny_cpu").write_text("max_steps: 1")
     assert config_path("tiny_cpu") == Path("tiny_cpu")
     message = "No such file; the configs that come with the recipes are .*tiny_cpu, tiny_cpu_l"
@@ -178,7 +186,8 @@ def test_trl_sft_under_run_trains_in_mxfp4(saved):
     done = processes.run(job, cwd=saved, environment=environment)
     assert done.returncode == 0, done.output
     written = json.loads((saved / "out" / "config.json").read_text())
-    assert written["quantization_config"]["mode"] == "qat" and "hf-mxfp4 run" in written["transformers_weights"]
+    assert written["quantization_config"]["mode"] == "qat"
+    assert "hf-mxfp4 run" in written["transformers_weights"]
 
 
 @pytest.fixture
@@ -219,7 +228,8 @@ def test_what_is_launched_twice_imports_it_once(launched):
 
 @pytest.mark.parametrize("interpreter", [[], ["python"], ["/usr/bin/python3.11"]], ids=str)
 def test_a_script_whose_name_begins_with_python_is_no_interpreter(interpreter, tmp_path, launched):
-    script, data = tmp_path / "python_demo.py", tmp_path / "data.py"
+    script = tmp_path / "python_demo.py"
+    data = tmp_path / "data.py"
     script.write_text("import sys\nprint('script', *sys.argv)\n")
     data.write_text("print('data')\n")
     assert finish("run", "--", *interpreter, script, data).stdout == f"script {script} {data}\n"
@@ -236,7 +246,8 @@ def test_a_script_whose_name_begins_with_python_is_no_interpreter(interpreter, t
 )
 def test_what_cannot_be_run_is_refused(command, message, launched):
     done = run("run", "--", *command)
-    assert done.exit_code == 2 and message in done.stderr
+    assert done.exit_code == 2
+    assert message in done.stderr
 
 
 @pytest.fixture
@@ -263,7 +274,8 @@ def test_on_a_full_disk_nothing_is_written_and_the_error_is_one_line(words, plai
         done = run(words[0], plain, tmp_path / "out", *words[1:])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert done.exit_code == 2 and f"error: {tmp_path / 'out'} could not be written" in done.stderr
+    assert done.exit_code == 2
+    assert f"error: {tmp_path / 'out'} could not be written" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -279,13 +291,15 @@ def test_names_with_control_characters_do_not_reach_the_terminal(plain, tmp_path
     ]
     for words in commands:
         done = finish(*words)
-        assert r"\x1b" in done.output and "\x1b" not in done.output
+        assert r"\x1b" in done.output
+        assert "\x1b" not in done.output
 
 
 def test_a_file_for_llama_cpp(plain, tmp_path):
     result = finish("export", plain, tmp_path / "out", "--format", "gguf", "--scale-rule", "mse", "--skip", "q_proj")
     assert "out: gguf, 6 layers: 6 quantized from full precision" in result.stdout
-    assert "takes token numbers only" in result.stdout and "16 -> 4.25" in result.stdout
+    assert "takes token numbers only" in result.stdout
+    assert "16 -> 4.25" in result.stdout
     assert f"serve it: llama-server -m {tmp_path / 'out'}/*.gguf" in result.stdout
     assert (tmp_path / "out" / "model-MXFP4.gguf").is_file()
     result = finish("import", tmp_path / "out", tmp_path / "back", code=2)
@@ -392,5 +406,6 @@ def test_mistakes_are_told_and_nothing_is_written(arguments, words, plain, tmp_p
     shutil.copytree(plain, tmp_path / "qat")
     edit_config(tmp_path / "qat", quantization_config=MXFP4RLConfig().to_dict())
     result = finish(*arguments, code=2)
-    assert words in result.stderr and "Traceback" not in result.output
+    assert words in result.stderr
+    assert "Traceback" not in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "qat"]

@@ -77,7 +77,8 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     ):
         assert words in done.stdout
     page = (out / "evaluation.html").read_text()
-    assert "w4a4 [weights mxfp4+even+mbs128-blockwise" in page and 'src="http' not in page
+    assert "w4a4 [weights mxfp4+even+mbs128-blockwise" in page
+    assert 'src="http' not in page
 
 
 def test_results_of_two_models_do_not_mix(folder, text, tmp_path):
@@ -146,7 +147,9 @@ def test_wrong_usage(folder, text, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("skips.yaml").write_text("modules_to_not_convert: [layers.9]\n")
     done = run("eval", folder, "--text", text, "--out", tmp_path / "out", *arguments)
-    assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.output
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 

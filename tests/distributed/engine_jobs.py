@@ -149,14 +149,16 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     """GRPO with replay where the sequences of rank 1 all end with their first token, and those of rank 0 do not; with
     quantized copies kept in rollouts, and without. Each rank writes what it saw to ``out/rank<i>.json``."""
     use_engine(engine, Path(out))
-    rank, seen = os.environ["RANK"], {}
+    rank = os.environ["RANK"]
+    seen = {}
     for kept in (True, False):
         options = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 6}
         options["step_weights"] = "dense" if kept else "uncached"  # the bits of those without copies
         trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
         if rank == "1":
             trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))
-        held, generate = [], trl.GRPOTrainer._generate
+        held = []
+        generate = trl.GRPOTrainer._generate
 
         def measured(self, prompts, held=held, generate=generate):
             with LiveTensors() as live:
@@ -191,7 +193,9 @@ def push_to_vllm(engine: str | None, base: str, out: str, packs: bool) -> None:
     args = arguments(Path(out), MXFP4GRPOConfig, **options)
     trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
     vllm = {"scheme": scheme, "settings": EngineSettings("packed", 2)} if packs else {}
-    pushes, unwritten, generate = with_simulated_vllm(trainer, **vllm), [], trainer._generate
+    pushes = with_simulated_vllm(trainer, **vllm)
+    unwritten = []
+    generate = trainer._generate
 
     def versions():
         return {key: value._version for key, value in trainer.model.named_parameters() if "lora_" not in key}
@@ -309,7 +313,8 @@ def stop_in_an_update(engine: str, base: str, out: str) -> None:
     out = Path(out)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     use_engine(engine, out)
-    update, signals = torch.optim.AdamW.step, []
+    update = torch.optim.AdamW.step
+    signals = []
     ends = []
     for kind in ("whole", "stopped", "resumed"):
         folder = out / ("whole" if kind == "whole" else "parts")
@@ -356,14 +361,16 @@ def _die_while_writing(name: str) -> None:
     torch.save = half(torch.save, 1)
     TrainerState.save_to_json = half(TrainerState.save_to_json, 1)
     if name == "rotation":
-        original_rmtree, shutil.rmtree = shutil.rmtree, half_removed
+        original_rmtree = shutil.rmtree
+        shutil.rmtree = half_removed
 
 
 def train_with_a_failing_rank(base: str, run: str, failure: str | None) -> None:
     """Two ranks, a checkpoint at each step; in the third rollout rank 1 is ``"killed"``, or its reward function
     ``"raises"``. They go on from the newest whole checkpoint, if there is one. Rank 0 leaves the final state, and
     the steps that it made, in ``final.pt``."""
-    folder, steps = Path(run), []
+    folder = Path(run)
+    steps = []
     use_engine("ddp", folder)
     torch.set_num_threads(1)
     trainer = grpo_trainer(base, "qat", folder, save_steps=1)

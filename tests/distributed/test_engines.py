@@ -72,7 +72,8 @@ def jobs(tmp_path_factory):
             done[key] = out, torch.load(out / "results.pt")
         return done[key]
 
-    run.root, run.base = root, base
+    run.root = root
+    run.base = base
     return run
 
 
@@ -116,7 +117,8 @@ def test_every_configuration_is_used_by_a_case():
 def test_losses_are_those_of_one_process(job, jobs):
     engine, mode, _, results = job
     _, alone = jobs(None, mode)
-    assert results["plain"]["distributed_type"] == TYPES[engine] and results["plain"]["processes"] == 2
+    assert results["plain"]["distributed_type"] == TYPES[engine]
+    assert results["plain"]["processes"] == 2
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         found = [entry[name] for entry in results["plain"]["logs"]]
         expected = [entry[name] for entry in alone["plain"]["logs"]]
@@ -136,7 +138,8 @@ def test_rollouts_get_the_noise_of_their_step_and_what_is_sharded_is_quantized_i
     norms = 7 if mode.startswith("moe") else 5
     assert all(entry["aqn/n_modules"] == norms for entry in logs[1:])
     first, second = results["grpo"]["noise"]
-    assert first == second and all(value > 0 for value in first)
+    assert first == second
+    assert all(value > 0 for value in first)
     if not mode.endswith("lora"):
         times = (1 if engine in ("ddp", "zero2") else 3) * results["grpo"]["n_quantized"]
         assert [entry["quantization/weights_per_step"] for entry in logs] == [times] * 4
@@ -190,7 +193,8 @@ def test_mixtures_replay_and_measure_their_routing(mixture):
     changed = [entry["router_replay/changed"] for entry in logs]
     # The first rollout has no noise, and the policy that trains on it is the one that sampled it. On packed weights
     # noise is all that changes between the two in the later steps, too.
-    assert changed[0] == 0 and all(0 <= share < 0.5 for share in changed)
+    assert changed[0] == 0
+    assert all(0 <= share < 0.5 for share in changed)
     assert mode == "moe_lora" or any(changed[1:])
 
 
@@ -203,7 +207,8 @@ def test_error_components_are_of_whole_weights(mixture, jobs):
     errors = results["grpo"]["errors"]
     assert [entry["step"] for entry in errors] == [step for step in (0, 2, 4) for _ in range(4)]
     layers = [entry["layer"] for entry in errors[:4]]
-    assert layers[0] == "model.layers.0.self_attn.q_proj" and layers[-1] == "model.layers.1.mlp.experts.5.down_proj"
+    assert layers[0] == "model.layers.0.self_attn.q_proj"
+    assert layers[-1] == "model.layers.1.mlp.experts.5.down_proj"
     assert errors[:4] == alone["grpo"]["errors"][:4]  # before the first step
 
 
@@ -212,22 +217,26 @@ def test_movement_of_quantized_weights_is_that_of_whole_weights(job, jobs):
     if mode.endswith("lora"):  # frozen weights do not move
         assert not any(results[kind]["movement"] for kind in ("plain", "grpo", "resumed"))
         return
-    (found,), (expected,) = results["plain"]["movement"], jobs(None, mode)[1]["plain"]["movement"]
-    assert [entry["step"] for entry in found] == [1, 4] and found[0].keys() == expected[0].keys()
+    (found,) = results["plain"]["movement"]
+    (expected,) = jobs(None, mode)[1]["plain"]["movement"]
+    assert [entry["step"] for entry in found] == [1, 4]
+    assert found[0].keys() == expected[0].keys()
     for kind in found[0].keys() - {"step"}:
         assert found[0][kind]["n_weights"] == expected[0][kind]["n_weights"]
         assert found[0][kind]["ratio"] == pytest.approx(expected[0][kind]["ratio"], abs=0.02)
     assert [entry["step"] for entry in results["grpo"]["movement"][0]] == [1, 2, 4]
     # A resumed run measures its first step too.
     (resumed,), (whole,) = (results[kind]["movement"] for kind in ("resumed", "grpo"))
-    assert [entry["step"] for entry in resumed] == [3, 4] and resumed[-1] == whole[-1]
+    assert [entry["step"] for entry in resumed] == [3, 4]
+    assert resumed[-1] == whole[-1]
 
 
 def test_mixtures_are_saved_as_transformers_saves_them_and_checkpoints_have_whole_experts(mixture, jobs):
     engine, mode, out, _ = mixture
     if mode == "moe_lora":
         adapters = load_file(weights_file(out / "grpo" / "saved"))
-        assert len(adapters) == 2 * 4 * 2 and all("self_attn" in name and t.numel() for name, t in adapters.items())
+        assert len(adapters) == 2 * 4 * 2
+        assert all("self_attn" in name and t.numel() for name, t in adapters.items())
         return
     base = load_file(weights_file(base_of(jobs.root, mode)))
     saved = load_file(weights_file(out / "grpo" / "saved"))
@@ -267,7 +276,8 @@ def pushed(jobs, engine, packs):
     folders = alone_and_together("push_to_vllm", engine, jobs.root, base=str(jobs.base("moe")), packs=packs)
     found = [torch.load(out / f"pushed{rank}.pt") for ranks, out in enumerate(folders, 1) for rank in range(ranks)]
     for rank in found[1:]:
-        assert rank["unwritten"] and [push.keys() for push in rank["pushes"]] == [p.keys() for p in found[0]["pushes"]]
+        assert rank["unwritten"]
+        assert [push.keys() for push in rank["pushes"]] == [p.keys() for p in found[0]["pushes"]]
         for name, weight in found[0]["pushes"][0].items():
             assert torch.equal(rank["pushes"][0][name], weight), name
     return found
@@ -277,7 +287,8 @@ def pushed(jobs, engine, packs):
 def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engine):
     """The weights that one process pushes, to the bit, on all ranks."""
     expected, *ranks = pushed(jobs, engine, packs=False)
-    assert 0.009 < expected["noise"] < 0.011 and "model.layers.1.mlp.experts.down_proj" in expected["pushes"][0]
+    assert 0.009 < expected["noise"] < 0.011
+    assert "model.layers.1.mlp.experts.down_proj" in expected["pushes"][0]
     assert [rank["noise"] for rank in ranks] == [pytest.approx(expected["noise"], rel=1e-6)] * 2
 
 
@@ -286,7 +297,8 @@ def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engi
 def test_vllm_gets_codes_once_and_factors_from_sharded_masters(jobs, engine):
     first, second = pushed(jobs, engine, packs=True)[0]["pushes"]
     factors = {f"model.layers.{i}.self_attn.q_proj.lora_{side}.weight" for i in range(2) for side in "AB"}
-    assert second.keys() == factors and first["model.layers.1.mlp.experts.down_proj"].dtype == torch.uint8
+    assert second.keys() == factors
+    assert first["model.layers.1.mlp.experts.down_proj"].dtype == torch.uint8
 
 
 @pytest.mark.large
@@ -337,7 +349,8 @@ def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
     options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--evaluate_n=17"]
     out = folder_of("run_recipe", jobs.root, 2, engine=engine, options=options)
     summary = json.loads((out / "run" / "summary.json").read_text())
-    assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
+    assert summary["steps"] == 3
+    assert summary["reloaded"] == {"compared": 16, "identical": 16}
 
 
 @pytest.mark.large
@@ -356,11 +369,14 @@ def test_deepspeed_finishes_an_update_before_it_stops(jobs):
 def test_distillation_is_that_of_one_process(jobs, engine):
     folders = alone_and_together("distill", engine, jobs.root, base=str(jobs.base("qat")))
     one, two = (json.loads((out / "distilled.json").read_text()) for out in folders)
-    alone, both = one["whole"], two["whole"]
-    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-4) and len(both["loss"]) == 4
+    alone = one["whole"]
+    both = two["whole"]
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert len(both["loss"]) == 4
     assert both["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-4)
     assert both["tokens"] == alone["tokens"] > 0
-    assert alone["shared"] > 0 and bool(both["shared"]) == (engine == "ddp")
+    assert alone["shared"] > 0
+    assert bool(both["shared"]) == (engine == "ddp")
     assert two["resumed"] == both
 
 
@@ -375,7 +391,8 @@ def test_trainers_of_trl_train_as_in_one_process(jobs, engine, mode):
     folders = alone_and_together("train_with_trl", engine, jobs.root, base=str(jobs.base(mode)), mode=mode)
     one, two = (json.loads((out / "trl.json").read_text()) for out in folders)
     for name, logs in one.items():
-        assert two[name] == [pytest.approx(log, rel=1e-3, abs=1e-5) for log in logs] and len(logs) == 2
+        assert two[name] == [pytest.approx(log, rel=1e-3, abs=1e-5) for log in logs]
+        assert len(logs) == 2
         expected, found = (load_file(weights_file(out / name / "saved")) for out in folders)
         assert expected.keys() == found.keys()
         for key, weight in expected.items():

@@ -41,9 +41,11 @@ def test_killed_while_writing_a_checkpoint(runs, file):
     assert answer.codes == [-9], answer.output[-3000:]
     found = {path.name: why_incomplete(path) for path in folder.glob("checkpoint-*")}
     if file == "rotation":
-        assert found["checkpoint-3"] is None and found["checkpoint-1"] is not None
+        assert found["checkpoint-3"] is None
+        assert found["checkpoint-1"] is not None
     else:
-        assert found["checkpoint-2"] is None and found["checkpoint-3"] is not None
+        assert found["checkpoint-2"] is None
+        assert found["checkpoint-3"] is not None
     output = finish(runs, folder)
     assert (file == "rotation") == ("is not resumed from" not in output)
     assert why_incomplete(folder / f"checkpoint-{STEPS}") is None
@@ -86,5 +88,6 @@ def test_a_killed_rank_ends_the_job_and_its_checkpoint_goes_on_exactly(base, tmp
     assert resumed.codes == [0, 0], resumed.output[-3000:]
     ends = [torch.load(tmp_path / name / "final.pt") for name in ("whole", "run")]
     steps = [end.pop("steps") for end in ends]
-    assert steps[0][0] == 0 and steps[1] == [step for step in steps[0] if step >= 2]
+    assert steps[0][0] == 0
+    assert steps[1] == [step for step in steps[0] if step >= 2]
     assert_same(*ends)

@@ -108,7 +108,8 @@ def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     whole = end_of(build, tmp_path / "whole", **options)
     trainer = build(output_dir=str(tmp_path / "parts"), **options)
-    computed, original = [], trainer._compute_loss
+    computed = []
+    original = trainer._compute_loss
 
     def interrupted(*args):
         if len(computed) == 2 * 2 + 1:
@@ -129,7 +130,9 @@ def test_a_step_that_was_cut_short_is_forgotten_by_the_next_training_of_the_proc
     options |= {"use_adaptive_entropy": True, "entropy_coef": 0.01}
     whole = end_of(build, tmp_path / "whole", **options)
     trainer = build(output_dir=str(tmp_path / "parts"), **options)
-    begin, original, batches = keep_random_states(), trainer._compute_loss, itertools.count()
+    begin = keep_random_states()
+    original = trainer._compute_loss
+    batches = itertools.count()
 
     def interrupted(*args):
         if next(batches) == 2 * step + 1:
@@ -214,7 +217,8 @@ def test_handlers_of_others_are_left_alone(build, tmp_path):
     signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
     trainer = build(at_step(0, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path), max_steps=1)
     trainer.train()
-    assert caught == [signal.SIGTERM] and trainer.state.global_step == 1
+    assert caught == [signal.SIGTERM]
+    assert trainer.state.global_step == 1
 
 
 def test_a_checkpoint_that_a_callback_saves_within_a_step_is_of_the_step_before(build, tmp_path):
@@ -233,7 +237,8 @@ def test_a_just_in_time_checkpoint_goes_on_to_the_same_bits(build, whole, tmp_pa
     (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
     trainer.reward_funcs[0] = at_step(2, manager._enable_checkpoint)  # what a signal does after some seconds
     trainer.train()
-    assert trainer.state.global_step == 3 and checkpoints(tmp_path) == ["checkpoint-2"]
+    assert trainer.state.global_step == 3
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
     assert_same(end_of(build, tmp_path, resume=True, **RUN), whole)
 
 
@@ -275,7 +280,8 @@ class LimitFrom(TrainerCallback):
     """From an optimizer step on no file may be larger than the limit, in bytes: writing fails in the middle of one."""
 
     def __init__(self, step, limit):
-        self.step, self.limit = step, limit
+        self.step = step
+        self.limit = limit
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
@@ -309,7 +315,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_usable(build, tmp_
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().err
     newest = tmp_path / "run" / "checkpoint-2"
-    assert "training stopped at step 3 by" in said and "saving failed too" in said
+    assert "training stopped at step 3 by" in said
+    assert "saving failed too" in said
     assert f"the newest whole checkpoint is {newest}, resume with resume_from_checkpoint" in said
     assert why_incomplete(tmp_path / "run" / "checkpoint-3") is not None
     assert last_complete_checkpoint(tmp_path / "run") == str(newest)

@@ -51,7 +51,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("preset", ["w4a16", "w4a8", "w4a8g8", "w4a4", "w4a4g4"])
 def test_experts_with_any_number_of_tokens_have_the_outputs_and_gradients_of_the_cpu(preset):
     torch.manual_seed(0)
-    counts, scheme = (5, 0, 33, 2), MXFP4RLConfig(preset=preset).gemms()
+    counts = (5, 0, 33, 2)
+    scheme = MXFP4RLConfig(preset=preset).gemms()
     sizes = (sum(counts), 256), (len(counts), 128, 256), (len(counts), 128), (sum(counts), 128)
     x, weight, bias, grad = (torch.randn(*size).bfloat16() for size in sizes)
     results = {}
@@ -74,7 +75,8 @@ def test_compiled_kernels_equal_eager_bit_for_bit(what):
 
 def test_doctor_finds_nothing():
     checks = list(lab.check_kernels("cuda"))
-    assert [check for check in checks if check.problem] == [] and len(checks) >= 8
+    assert [check for check in checks if check.problem] == []
+    assert len(checks) >= 8
 
 
 def test_the_automatic_backend_on_a_gpu_is_triton_and_gives_the_logits_of_eager():
@@ -106,7 +108,8 @@ def test_masters_on_the_cpu_are_dithered_to_the_places_that_the_cpu_finds(monkey
 @pytest.mark.parametrize("mantissas", [{"macro_block": 128, "macro_search": "block_mantissas"}, {"macro_block": None}])
 def test_fp4_products_are_those_of_the_values(mantissas):
     torch.manual_seed(0)
-    x, linear = torch.randn(520, 256).bfloat16().cuda(), torch.nn.Linear(256, 80).bfloat16().cuda()
+    x = torch.randn(520, 256).bfloat16().cuda()
+    linear = torch.nn.Linear(256, 80).bfloat16().cuda()
     config = MXFP4RLConfig(preset="w4a4", outlier_fallback=None, **mantissas)
     if select_matmul("fprop", config.gemms(), hardware_of(x.device)).name != "fp4":
         pytest.skip("no FP4 tensor cores")
@@ -129,7 +132,8 @@ def test_more_than_2_to_the_31_elements():
 
 
 def test_more_than_2_to_the_31_elements_in_both_directions():
-    rows, cols = 2**16 + 32, 2**15
+    rows = 2**16 + 32
+    cols = 2**15
     x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
     values, transposed = fake_quantize_rows_and_columns(x, Scheme(), Side(7), Side(None, 16))
     blocks = x[-32:].cpu()
@@ -161,10 +165,12 @@ def test_products_with_packed_weights():
 @pytest.mark.parametrize("n_tokens", [1, 8, 16, 64, 200])
 @pytest.mark.parametrize(("n_rows", "n_cols"), [(4096, 4096), (100, 14336)])
 def test_large_layers(n_tokens, n_rows, n_cols, options):
-    weight, x = packed_weight(n_rows, n_cols, **options), normal(n_tokens, n_cols)
+    weight = packed_weight(n_rows, n_cols, **options)
+    x = normal(n_tokens, n_cols)
     y = triton_kernels.linear(x, weight, None)
     values = weight.dequantize(torch.float32).double()
-    exact, magnitude = x.double() @ values.T, x.double().abs() @ values.abs().T
+    exact = x.double() @ values.T
+    magnitude = x.double().abs() @ values.abs().T
     assert ((y.double() - exact).abs() <= 2.0**-8 * exact.abs() + n_cols * 2.0**-23 * magnitude).all()
     # The order of sums does not depend on which program arrives last.
     assert all(torch.equal(y, triton_kernels.linear(x, weight, None)) for _ in range(20))
@@ -220,12 +226,15 @@ def test_a_graph_that_was_captured_with_cached_weights_outlives_them():
             graph.replay()
             torch.cuda.synchronize()
             with hf_mxfp4.cached_weights(layer):
-                assert torch.equal(found, layer(x)) and overwritten
+                assert torch.equal(found, layer(x))
+                assert overwritten
             layer.weight.mul_(-2)
 
 
 def test_one_graph_serves_every_routing_and_nothing_waits_for_the_gpu():
-    weight, x, ids = packed_weight(8, 384, 256), normal(64, 256), torch.randint(8, (64,), device="cuda")
+    weight = packed_weight(8, 384, 256)
+    x = normal(64, 256)
+    ids = torch.randint(8, (64,), device="cuda")
 
     def step() -> torch.Tensor:
         order, groups = group_by_expert(ids, 8)
@@ -258,7 +267,8 @@ def test_inductors_graphs_hold_products_in_parts(monkeypatch, compiler, n_cols):
     """Counters that a first launch allocates must not lie in the memory of the graph that is warmed up around it."""
     from mxfp4_kernels.decode import counters
 
-    captured, zeros = [], counters.Counters.zeros
+    captured = []
+    zeros = counters.Counters.zeros
 
     def noted(self, count, device):
         captured.append(torch.cuda.is_current_stream_capturing())
@@ -280,7 +290,8 @@ def test_inductors_graphs_hold_products_in_parts(monkeypatch, compiler, n_cols):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_packed_layers_give_the_results_of_eager(dtype):
     torch.manual_seed(0)
-    linear, x = torch.nn.Linear(1024, 512, device="cuda", dtype=dtype), normal(5, 1024).to(dtype)
+    linear = torch.nn.Linear(1024, 512, device="cuda", dtype=dtype)
+    x = normal(5, 1024).to(dtype)
     results = []
     for backend in ("auto", "eager"):
         layer = MXFP4PackedLinear.from_linear(linear, MXFP4RLConfig(mode="packed", backend=backend))
@@ -295,7 +306,8 @@ def test_packed_layers_give_the_results_of_eager(dtype):
 
 
 def test_more_than_2_to_the_31_codes():
-    n_rows, n_cols = 2**17 + 64, 2**15
+    n_rows = 2**17 + 64
+    n_cols = 2**15
     codes = torch.randint(256, (n_rows, n_cols // 2), device="cuda", dtype=torch.uint8)
     scale = torch.full((n_rows, n_cols // 32), 120, device="cuda", dtype=torch.uint8)
     x = normal(1, n_cols)

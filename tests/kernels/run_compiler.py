@@ -25,7 +25,9 @@ import mxfp4_kernels
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
 
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
+F32 = torch.float32
 PLAIN = Scheme()
 STATIC = Scheme("rceil", 128, "static", 0.5)
 MANTISSAS = Scheme("even", 128, "block_mantissas")

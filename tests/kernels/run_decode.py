@@ -19,7 +19,8 @@ from mxfp4_kernels import Packed, Scheme, linear_w4a16
 from mxfp4_kernels.decode.counters import Counters
 
 
-PLAIN, STATIC = Scheme(), Scheme("rceil", 128)
+PLAIN = Scheme()
+STATIC = Scheme("rceil", 128)
 SCHEMES = (
     PLAIN,
     STATIC,
@@ -40,10 +41,12 @@ def normal(*shape: int) -> torch.Tensor:
 def problem(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, found: torch.Tensor) -> str | None:
     """What is wrong with ``found``, or `None`: each sum of K float32 products has an error of at most K ulp of their
     magnitudes' sum, and the result is rounded to bfloat16 once."""
-    found, exact = found.cpu(), x.double() @ weight.double().T
+    found = found.cpu()
+    exact = x.double() @ weight.double().T
     magnitude = x.double().abs() @ weight.double().abs().T
     if bias is not None:
-        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+        exact = exact + bias.double()
+        magnitude = magnitude + bias.double().abs()
     if found.dtype != torch.bfloat16 or found.shape != exact.shape:
         return f"{found.dtype} {tuple(found.shape)}"
     if not torch.equal(found.isnan(), exact.isnan()):
@@ -71,7 +74,8 @@ def linear() -> Iterator[tuple[str, str | None]]:
         weight = normal(n, k) * 0.05
         # Some blocks need the second multiply of the decoder.
         weight[0, : min(40, k)] *= 4000 if n % 2 else 1
-        x, bias = normal(rows, k).bfloat16(), normal(n).bfloat16() if has_bias else None
+        x = normal(rows, k).bfloat16()
+        bias = normal(n).bfloat16() if has_bias else None
         codes, values = packed(weight, SCHEMES[number])
         found = linear_w4a16(x.to(DEVICE), codes, k, SCHEMES[number], None if bias is None else bias.to(DEVICE))
         yield f"{rows}x{n}x{k} {SCHEMES[number]}", problem(x, values, bias, found)
@@ -81,7 +85,8 @@ def experts() -> Iterator[tuple[str, str | None]]:
     many = (5, 0, 33, 2, 0), (0, 49, 0, 0, 0, 17, 1), (0, 0, 18, 1, *[0] * 16), (0, 3, 0, 0, 1, 0, 2, 0), (0, 0)
     for number, (counts, n, k) in enumerate(zip(many, (50, 37, 7, 33, 8), (40, 392, 40, 136, 64), strict=True)):
         offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-        x, bias = normal(sum(counts), k).bfloat16(), normal(len(counts), n).bfloat16()
+        x = normal(sum(counts), k).bfloat16()
+        bias = normal(len(counts), n).bfloat16()
         weight = normal(len(counts), n, k) * 4.0 ** normal(len(counts), n, 1)
         weight[0] = 0
         if sum(counts) > 30:
@@ -130,11 +135,14 @@ def special() -> Iterator[tuple[str, str | None]]:
         yield name, None if torch.equal(call(x, tensor, scale), plain) else "differs from aligned codes"
     yield "no rows", None if call(x[:0], codes, scale).shape == (0, 70) else "shape"
     # Counters are zero again: a second call with the same ones gives the same.
-    kept, original = torch.zeros(64, dtype=torch.int32, device=DEVICE), Counters.zeros
+    kept = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    original = Counters.zeros
     Counters.zeros = lambda self, count, device: kept[:count]
-    long, codes = normal(2, 4096).bfloat16(), codes.view(-1)[:16384].view(8, 2048)
+    long = normal(2, 4096).bfloat16()
+    codes = codes.view(-1)[:16384].view(8, 2048)
     scale = torch.full((8, 128), 120, dtype=torch.uint8)
-    first, second = call(long, codes, scale), call(long, codes, scale)
+    first = call(long, codes, scale)
+    second = call(long, codes, scale)
     Counters.zeros = original
     yield "counters", None if torch.equal(first, second) and not kept.any() else "were left set"
     yield "splits", problem(long, plain_values(codes, scale), None, first)

@@ -61,7 +61,8 @@ def experts(backend: str) -> list[torch.Tensor]:
     config = MXFP4RLConfig(preset="w4a16", mode="packed", backend=backend, macro_block=None)
     plain = make_model("qwen3_moe", layers=1, dtype=torch.bfloat16).model.layers[0].mlp.experts
     layer = MXFP4PackedExperts.from_experts(plain, config, "experts")
-    x, chosen = torch.randn(6, 64).bfloat16(), torch.tensor([[0, 1], [2, 1], [0, 2], [1, 0], [0, 1], [1, 0]])
+    x = torch.randn(6, 64).bfloat16()
+    chosen = torch.tensor([[0, 1], [2, 1], [0, 2], [1, 0], [0, 1], [1, 0]])
     with torch.no_grad():
         return [layer(x, chosen, torch.rand(6, 2).bfloat16())]
 

@@ -109,7 +109,8 @@ Case = tuple[str, list[str]]
 
 
 def of_kernels(scheme: QuantScheme) -> Scheme:
-    rule, search = scheme.scale_rule.value, scheme.macro_search
+    rule = scheme.scale_rule.value
+    search = scheme.macro_search
     return Scheme(rule, scheme.macro_block, search, scheme.outlier_fallback, scheme.block_rows)
 
 
@@ -143,7 +144,8 @@ def wrong(x: torch.Tensor, scheme: QuantScheme, side: dict[str, Any], dtype: tor
 def wrong_both(x: torch.Tensor, scheme: QuantScheme, sides: tuple[dict, dict], dtype: torch.dtype) -> list[str]:
     """What of the results for ``x`` and its transpose is not the definition's."""
     arguments = x.to(DEVICE), of_kernels(scheme), *map(on_device, sides)
-    found, bad = mxfp4_kernels.fake_quantize_rows_and_columns(*arguments, dtype), []
+    found = mxfp4_kernels.fake_quantize_rows_and_columns(*arguments, dtype)
+    bad = []
     packed = mxfp4_kernels.quantize_rows_and_columns(*arguments)
     for label, view, side, actual, parts in zip("xt", (x, x.mT), sides, found, packed, strict=True):
         values, expected = eager(view, scheme, side, dtype)
@@ -169,7 +171,8 @@ def schemes() -> Iterator[Case]:
 
 def layouts() -> Iterator[Case]:
     rng = torch.Generator().manual_seed(12)
-    fallback, tiles = QuantScheme("rceil", 128, "static", 0.5), QuantScheme("mse", block_rows=32)
+    fallback = QuantScheme("rceil", 128, "static", 0.5)
+    tiles = QuantScheme("mse", block_rows=32)
     wide = adversarial_rows((11, 700), torch.bfloat16, 0, rng)
     for label, x, scheme in (
         ("row stride", wide[::2, 100:421], fallback),
@@ -241,7 +244,8 @@ def sides() -> Iterator[Case]:
         signs = {"signs": numerics.random_signs(x.shape[1] + -x.shape[1] % size, number)} if number % 2 else {}
         yield f"rotated {scheme}", wrong(x, scheme, {"rotation": size, **signs}, DTYPES[(number + 1) % 3])
     wide = adversarial_rows((140, 530), torch.float32, 0, rng)
-    random, turned = {"seed": 5}, {"rotation": 128, "seed": 3}
+    random = {"seed": 5}
+    turned = {"rotation": 128, "seed": 3}
     yield "several tiles each way", wrong(wide[:20], SCHEMES[5], random, torch.float32)
     yield "matrices of ragged tiles", wrong(wide[:4, :70].reshape(2, 2, 70), TILES[0], random, torch.float32)
     yield "transposes", wrong(wide[:4, :120].reshape(2, 4, 60).mT, some[0], random, torch.float32)
@@ -261,9 +265,11 @@ def wrong_fp8(x: torch.Tensor) -> list[str]:
     """What of operands of FP8 products is not the definition's."""
     if x.numel() == 0:
         return []
-    counter, expected = torch.zeros((), dtype=torch.int32, device=DEVICE), to_fp8(x)
+    counter = torch.zeros((), dtype=torch.int32, device=DEVICE)
+    expected = to_fp8(x)
     found = [part.cpu().float() for part in mxfp4_kernels.to_fp8(x.to(DEVICE), inexact=counter)]
-    values, wanted = found[0] * found[1], expected.elements.float() * expected.scale
+    values = found[0] * found[1]
+    wanted = expected.elements.float() * expected.scale
     bad = [] if torch.equal(values.nan_to_num(7e38), wanted.nan_to_num(7e38)) else ["operand"]
     differing = (wanted != x.float()) & x.float().isfinite()
     return bad if int(counter) == int(differing.sum()) else [*bad, "count"]
@@ -274,7 +280,8 @@ def fp8() -> Iterator[Case]:
     weights = torch.randn(3, 37, 70, generator=rng) * torch.tensor([1.0, 2.0**-9, 3.0])[:, None, None]
     weights[1, 2, 3] = 448 * 2.0**-4
     for dtype in DTYPES:
-        x, tops = weights.to(dtype), weights.to(dtype).float().abs().amax(dim=(1, 2))
+        x = weights.to(dtype)
+        tops = weights.to(dtype).float().abs().amax(dim=(1, 2))
         scale = torch.tensor([2.0 ** (math.ceil(math.log2(top / 448))) for top in tops.tolist()])[:, None, None]
         counter = torch.zeros((), dtype=torch.int32, device=DEVICE)
         elements, found = mxfp4_kernels.to_fp8(x.to(DEVICE), inexact=counter, top=tops.to(DEVICE))

@@ -101,8 +101,10 @@ def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(asse
     sources = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in SOURCES}
     for variant in variants(assembled):
         metadata = json.loads((variant / "metadata.json").read_text())
-        assert metadata["name"] == "mxfp4-kernels" and metadata["version"] == 0
-        assert metadata["license"] == "Apache-2.0" and metadata["python-depends"] == []
+        assert metadata["name"] == "mxfp4-kernels"
+        assert metadata["version"] == 0
+        assert metadata["license"] == "Apache-2.0"
+        assert metadata["python-depends"] == []
         assert metadata["backend"] == {"type": variant.name.removeprefix("torch-")}
         assert re.fullmatch(r"_mxfp4_kernels_(cuda|rocm)_[0-9a-f]{7}", metadata["id"])
         digests = {
@@ -110,7 +112,8 @@ def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(asse
             for path in variant.rglob("*")
             if path.suffix in SOURCES
         }
-        assert digests.keys() == sources | {"mxfp4_kernels/__init__.py"} and "cpu/quantize.cpp" in sources
+        assert digests.keys() == sources | {"mxfp4_kernels/__init__.py"}
+        assert "cpu/quantize.cpp" in sources
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 
@@ -129,7 +132,8 @@ def test_the_builders_file_agrees_with_what_is_assembled():
 
     build = tomllib.loads((FOLDER / "build.toml").read_text())
     assert build["general"] == sys.modules["assemble_kernels"]._general()
-    assert "torch-noarch" in build and "kernel" not in build
+    assert "torch-noarch" in build
+    assert "kernel" not in build
     assert (FOLDER / "torch-ext" / "mxfp4_kernels").resolve() == FOLDER / "mxfp4_kernels"
     assert "genKernelFlakeOutputs" in (FOLDER / "flake.nix").read_text()
 

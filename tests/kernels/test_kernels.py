@@ -166,8 +166,10 @@ def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
         bound = 0.02 if name in ("packed", "packed, w4a8", "packed, rotated", "experts") else 0
         assert max(found["differences"]) <= bound, (name, found)
     launches = {name: set(found["launches"]) for name, found in report.items()}
-    assert report["experts"]["launches"]["packed product"] == 2 and "dequantize" not in launches["experts"]
-    assert "packed product" in launches["packed"] and "fake_quantize_rows_and_columns" in launches["w4a4g4"]
+    assert report["experts"]["launches"]["packed product"] == 2
+    assert "dequantize" not in launches["experts"]
+    assert "packed product" in launches["packed"]
+    assert "fake_quantize_rows_and_columns" in launches["w4a4g4"]
     assert all({"to_fp8", "from_fp8"} <= launches[name] for name in ("w4a8", "w4a8g8", "packed, w4a8"))
     assert all("fake_quantize" in launches[name] for name in ("w4a4", "paper_a", "paper_b"))
 
@@ -348,7 +350,9 @@ def test_cuda(run_script, arch, names):
         assert {op: len(re.findall(rf"\b{re.escape(op)}\b", ptx)) for op in instructions} == instructions, name
     # 16 bytes at a time, and no product in float32.
     values = report["values"]["ptx"]
-    assert "ld.global.v4.b32" in values and "st.global.v4.b32" in values and "fma.rn.f32" not in values
+    assert "ld.global.v4.b32" in values
+    assert "st.global.v4.b32" in values
+    assert "fma.rn.f32" not in values
     # Two fused multiply-adds for each of 32 elements, those written out in the kernel.
     assert len(re.findall(r"\bfma\.rn\.f32", report["values half"]["ptx"])) == 64
 
@@ -379,6 +383,7 @@ def assert_sums_are_there_before_the_arrival(code: str) -> None:
     assert arrival
     until_barrier, _, _ = before.rpartition("s_barrier")
     until_wait, wait, between = until_barrier.rpartition("s_waitcnt vmcnt(0)")
-    assert wait and re.search(r"(?:global|buffer)_store", until_wait)
+    assert wait
+    assert re.search(r"(?:global|buffer)_store", until_wait)
     # On every way to the barrier: nothing is stored, and no way joins or leaves, in between.
     assert not re.search(r"^\.LBB\w+:|s_c?branch|(?:global|buffer)_store", between, re.MULTILINE)

@@ -11,7 +11,10 @@ class PageReader(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.references, self.tags, self.text = [], [], [], ""
+        self.open = []
+        self.references = []
+        self.tags = []
+        self.text = ""
         self.feed(text)
         self.close()
         assert self.open == []

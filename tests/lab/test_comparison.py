@@ -27,13 +27,17 @@ def folder_of(path, tensors):
 
 
 def test_two_checkpoints(checkpoint):
-    a, b = checkpoint(seed=0), checkpoint(seed=1, shard_size="60KB")
+    a = checkpoint(seed=0)
+    b = checkpoint(seed=1, shard_size="60KB")
     result = compared(a, b)
     assert len(result.sums) == 14
-    mine, theirs = tensors_in(a), tensors_in(b)
+    mine = tensors_in(a)
+    theirs = tensors_in(b)
     for name, sums in result.sums.items():
-        x, y = mine[name], theirs[name]
-        first, second = error_statistics(x, RCEIL), error_statistics(y, RCEIL)
+        x = mine[name]
+        y = theirs[name]
+        first = error_statistics(x, RCEIL)
+        second = error_statistics(y, RCEIL)
         assert result.derive(sums) == pytest.approx(
             {
                 "first_relative_mse": first.relative_mse,
@@ -67,7 +71,8 @@ def test_what_cannot_be_compared(tmp_path, name, stored, message):
 
 
 def test_names_shapes_and_nan(tmp_path):
-    one, nan = torch.ones(4, 32), torch.full((4, 32), math.nan)
+    one = torch.ones(4, 32)
+    nan = torch.full((4, 32), math.nan)
     a = folder_of(tmp_path / "a", {f"layers.{i}.w.weight": x for i, x in enumerate((one, one, one[:2], nan))})
     b = folder_of(tmp_path / "b", {f"layers.{i}.w.weight": one for i in (0, 2, 3, 7)})
     result = compared(a, b)

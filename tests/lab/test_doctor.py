@@ -88,7 +88,8 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(machine, "_devices", lambda facts: [])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = run("doctor")
-    assert done.exit_code == 2 and "no GPU here. TRITON_INTERPRET=1 runs the kernels on the CPU" in done.stderr
+    assert done.exit_code == 2
+    assert "no GPU here. TRITON_INTERPRET=1 runs the kernels on the CPU" in done.stderr
 
 
 @pytest.mark.large
@@ -97,4 +98,5 @@ def test_interpreted_kernels_are_right():
     done = processes.run(job, timeout=550, environment=dict(os.environ), interpret=True, no_warnings=True)
     assert done.returncode == 0, done.stderr
     checks = json.loads(done.stdout)["kernels"]["cpu"]
-    assert len(checks) == 8 and not any(check["problem"] for check in checks)
+    assert len(checks) == 8
+    assert not any(check["problem"] for check in checks)

@@ -22,7 +22,8 @@ SCHEMES = [parse_scheme(text) for text in (*TEXTS, "even+mbs128-blockwise")]
 
 def assert_close(a: ErrorStatistics, b: ErrorStatistics):
     for field in dataclasses.fields(ErrorStatistics):
-        mine, theirs = getattr(a, field.name), getattr(b, field.name)
+        mine = getattr(a, field.name)
+        theirs = getattr(b, field.name)
         if isinstance(mine, float):
             assert mine == pytest.approx(theirs, rel=1e-11, abs=1e-12), field.name
         else:
@@ -36,12 +37,17 @@ def test_a_block_by_hand():
     s = error_statistics(x, RCEIL)
     assert (s.elements, s.blocks, s.deadzone_count, s.zero_count) == (32, 1, 30, 1)
     assert s.energy == 49 + 4 + 0.0625
-    assert s.scale_bias == 1 + 0.0625 and s.deadzone == 0.0625 and s.grid == 0.0625
+    assert s.scale_bias == 1 + 0.0625
+    assert s.deadzone == 0.0625
+    assert s.grid == 0.0625
     assert s.total == 1 + 0.0625
     assert s.scale_dot_grid == -0.0625
     assert s.quantized_dot == 7 * 8 + 2 * 2
-    assert s.unmasked_scale == s.scale_bias and s.unmasked_deadzone == 0.0625 and s.unmasked_dot == 0
-    assert s.gamma_mean == pytest.approx(12 / 7, rel=1e-15) and s.gamma_variance == pytest.approx(0, abs=1e-15)
+    assert s.unmasked_scale == s.scale_bias
+    assert s.unmasked_deadzone == 0.0625
+    assert s.unmasked_dot == 0
+    assert s.gamma_mean == pytest.approx(12 / 7, rel=1e-15)
+    assert s.gamma_variance == pytest.approx(0, abs=1e-15)
     assert s.delta_mean == pytest.approx(math.log2(12 / 7), rel=1e-15)
     # delta = 0.778: bin (0.778 + 2) * 16 = 44.4
     assert s.histogram == tuple(int(i == 44) for i in range(64))
@@ -59,14 +65,17 @@ def test_against_whole_tensors(scheme):
     """The same quantities from Q, from a Q* found by trying all grid points, and from the mask |x| < amax / 24."""
     x = gaussian(24, 96, seed=1) * torch.logspace(-3, 3, 24).unsqueeze(1)
     s = error_statistics(x, scheme)
-    wide, quantized = x.double(), apply_scheme(x, scheme).double()
+    wide = x.double()
+    quantized = apply_scheme(x, scheme).double()
     blocks = wide.view(24, 3, 32)
     amax = blocks.abs().amax(-1, keepdim=True)
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     nearest = (blocks.abs().unsqueeze(-1) - grid * (amax / 6).unsqueeze(-1)).abs().argmin(-1)
     ideal = (grid[nearest] * (amax / 6) * blocks.sign()).view_as(wide)
     hidden = (blocks.abs() < amax / 24).view_as(wide)
-    error, scale, rest = quantized - wide, quantized - ideal, ideal - wide
+    error = quantized - wide
+    scale = quantized - ideal
+    rest = ideal - wide
     expected = {
         "energy": wide.square().sum(),
         "total": error.square().sum(),
@@ -111,7 +120,8 @@ def test_axes_and_layouts():
 
 def test_tiles_do_not_straddle_matrices(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32 * 64)
-    x, scheme = gaussian(3, 40, 64, seed=6), QuantScheme(block_rows=32)
+    x = gaussian(3, 40, 64, seed=6)
+    scheme = QuantScheme(block_rows=32)
     s = error_statistics(x, scheme)
     error = apply_scheme(x, scheme).double() - x.double()
     assert s.total == pytest.approx(float(error.square().sum()), rel=1e-12)
@@ -124,8 +134,11 @@ def test_all_zero_and_empty_tensors():
     for x in (torch.zeros(4, 64), torch.zeros(0, 64), torch.zeros(4, 0)):
         s = error_statistics(x, RCEIL)
         assert (s.elements, s.blocks, s.total) == (x.numel(), 0, 0.0)
-        assert math.isnan(s.relative_mse) and math.isnan(s.sqnr_db) and math.isnan(s.gain)
-        assert math.isnan(s.gamma_mean) and math.isnan(s.delta_variance)
+        assert math.isnan(s.relative_mse)
+        assert math.isnan(s.sqnr_db)
+        assert math.isnan(s.gain)
+        assert math.isnan(s.gamma_mean)
+        assert math.isnan(s.delta_variance)
         assert all(math.isnan(value) for value in (*s.energy_ratio.values(), *s.paper_cosines.values()))
     assert error_statistics(torch.zeros(0, 64), RCEIL) == ErrorStatistics()
 

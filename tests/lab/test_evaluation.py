@@ -54,7 +54,8 @@ def test_likelihoods_are_those_of_transformers(model):
 def test_divergence_of_two_models_is_that_of_torch(monkeypatch, kept):
     monkeypatch.setattr(scoring, "_ROWS", 16)
     monkeypatch.setattr(scoring, "_KEPT_BYTES", kept)  # the reference's logits are computed again, or kept
-    first, second = make_model("llama"), make_model("llama", seed=1)
+    first = make_model("llama")
+    second = make_model("llama", seed=1)
     for head in (first.lm_head, second.lm_head):  # predictions that differ
         head.weight.data *= 20
     found = score(second, reference_of(first, TEXTS), TEXTS)
@@ -64,7 +65,8 @@ def test_divergence_of_two_models_is_that_of_torch(monkeypatch, kept):
         assert own.kl == pytest.approx(torch.distributions.kl_divergence(p, q).sum().item(), rel=1e-5)
         assert own.nll == pytest.approx(-q.log_prob(ids[0, 1:]).sum().item(), rel=1e-5)
         assert own.same_top == int((p.logits.argmax(-1) == q.logits.argmax(-1)).sum())
-    assert sum(own.kl for own in found) > 10 and sum(own.same_top for own in found) < 49
+    assert sum(own.kl for own in found) > 10
+    assert sum(own.same_top for own in found) < 49
 
 
 def test_a_token_that_the_reference_excludes_adds_nothing():
@@ -162,7 +164,8 @@ NAMES = ["rceil", "w4a16:even", "even+mbs128-blockwise+of1"]
 def row(name, nlls, kls=None, same=None):
     counts = (2, 2)
     scheme = None if kls is None else read_schemes([name])[0]
-    kls, same = kls or (0.0, 0.0), same or counts
+    kls = kls or (0.0, 0.0)
+    same = same or counts
     scores = tuple(lab.Score(*values) for values in zip(counts, nlls, kls, same, strict=True))
     return lab.Row(name, scores, scheme, None if scheme is None else 18.5)
 
@@ -260,7 +263,9 @@ def log_of(path):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_figures(tmp_path):
-    model, schemes, told = make_model("llama"), read_schemes(NAMES), []
+    model = make_model("llama")
+    schemes = read_schemes(NAMES)
+    told = []
     whole = evaluate(model, SHORT_TEXTS, schemes)
     assert [each.name for each in whole] == ["full precision", *NAMES]
 
@@ -288,7 +293,8 @@ def test_an_interrupted_run_goes_on_to_the_same_figures(tmp_path):
 
 
 def test_another_model_as_the_reference():
-    model, other = make_model("llama"), make_model("llama", seed=1)
+    model = make_model("llama")
+    other = make_model("llama", seed=1)
     schemes = read_schemes(["rceil"])
     reference, full, scheme = evaluate(model, SHORT_TEXTS, schemes, reference=other, reference_name="other")
     assert (reference.name, full.name, scheme.name) == ("other", "full precision", "rceil")

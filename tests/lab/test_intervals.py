@@ -67,7 +67,8 @@ def test_a_single_sample_is_a_share_and_more_are_resampled_by_problem():
     assert intervals.mean_pass_at_k([1, 0, 1, 1], 1, 1) == wilson(3, 4)
     # Ten equal completions of each problem say no more than one.
     counts = [10 * (i % 3 == 0) for i in range(300)]
-    found, share = intervals.mean_pass_at_k(counts, 10, 1), wilson(100, 300)
+    found = intervals.mean_pass_at_k(counts, 10, 1)
+    share = wilson(100, 300)
     assert found.method != share.method
     assert (found.low, found.high) == pytest.approx((share.low, share.high), abs=0.01)
 

@@ -14,7 +14,9 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.lab import Setup, plan, sizes_of
 
 
-SEQUENCES, TOKENS, RANK = 3, 64, 4
+SEQUENCES = 3
+TOKENS = 64
+RANK = 4
 
 
 def config():
@@ -69,7 +71,8 @@ def test_what_is_spread_over_gpus():
     one, four = (plan(sizes, Setup(None, "fsdp2", gpus)) for gpus in (1, 4))
     for part in ("weights", "gradients", "optimizer"):
         assert four[part] == one[part] / 4
-    assert four["activations"] == one["activations"] and one["weights"] == 4 * sizes.elements
+    assert four["activations"] == one["activations"]
+    assert one["weights"] == 4 * sizes.elements
     zero2, zero3 = (plan(sizes, Setup(None, engine, 4)) for engine in ("zero2", "zero3"))
     assert zero2["weights"] == 2 * sizes.elements + sizes.elements
     assert zero3["weights"] == 2 * sizes.elements / 4 + sizes.elements
@@ -102,7 +105,8 @@ def test_lora_on_attention_and_experts_of_gpt_oss():
     for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         parameter.data = parameter.data.float()  # as in a run of the recipe
     ids = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 512
-    measured, quantization = measure(model, ids, torch.bfloat16, False), MXFP4RLConfig(**options)
+    measured = measure(model, ids, torch.bfloat16, False)
+    quantization = MXFP4RLConfig(**options)
     setup = Setup(quantization, batch=SEQUENCES, length=TOKENS, checkpointing=False, lora_rank=RANK)
     planned = plan(sizes_of(mixture, quantization, lora_experts=True), setup)
     for name in ("weights", "gradients", "optimizer"):
@@ -181,4 +185,5 @@ def test_layers_that_are_skipped_too(folder):
 def test_a_config_of_odd_values_ends_in_one_line(odd, folder):
     edit_config(folder, **odd)
     (line,) = finish("plan", folder, code=2).stderr.splitlines()
-    assert line.startswith("error: ") and "config" in line
+    assert line.startswith("error: ")
+    assert "config" in line

@@ -55,7 +55,8 @@ def test_json_is_valid_and_complete(analysis, written):
     zero = next(tensor for tensor in report["tensors"] if "zero" in tensor["name"])
     assert zero["schemes"]["mxfp4+rceil"]["relative_mse"] is None
     weight = report["kinds"]["weight"]
-    assert weight["tensors"] == 25 and list(weight["by_depth"]["mxfp4+floor"]) == [str(i) for i in range(12)]
+    assert weight["tensors"] == 25
+    assert list(weight["by_depth"]["mxfp4+floor"]) == [str(i) for i in range(12)]
     assert len(weight["worst"]["mxfp4+rceil"]) == 20
     assert weight["worst"]["mxfp4+rceil"][0]["relative_mse"] >= weight["worst"]["mxfp4+rceil"][19]["relative_mse"]
     assert sum(weight["total"]["mxfp4+rceil"]["delta_histogram"]) == 24 * 64 * 4
@@ -69,9 +70,12 @@ def test_html_is_one_file_for_any_screen(written):
     assert parsed.tags.count("img") == 4
     assert all(reference.startswith("data:image/png;base64,") for reference in parsed.references)
     assert not {"script", "link", "iframe"} & set(parsed.tags)
-    assert "http" not in page and "url(" not in page and "@import" not in page
+    assert "http" not in page
+    assert "url(" not in page
+    assert "@import" not in page
     assert '<meta name="viewport" content="width=device-width,initial-scale=1">' in page
-    assert "my &lt;model&gt;" in page and "<model>" not in page
+    assert "my &lt;model&gt;" in page
+    assert "<model>" not in page
     assert "it is &lt;broken&gt;" in page
     assert "Verdict, least error: at 4.25 bits an element mxfp4+" in page
 
@@ -107,7 +111,8 @@ def test_histograms_are_densities():
         assert (values * (edges[1:] - edges[:-1])).sum() == pytest.approx(1)
         assert (values > 0).tolist() == [count > 0 for count in s.histogram]
     low, high = axes.get_xlim()
-    assert low < -0.2 and 1.0 < high < 1.3
+    assert low < -0.2
+    assert 1.0 < high < 1.3
 
 
 def test_ratios_side_by_side():

@@ -43,7 +43,8 @@ def test_every_torn_last_line_is_dropped(path, tensors):
     for end in [last, *range(last + 1, len(whole), 211), len(whole) - 1]:
         path.write_bytes(whole[:end])
         with opened(path) as log:
-            assert len(log) == 1 and log.find(tensors[1]) is None
+            assert len(log) == 1
+            assert log.find(tensors[1]) is None
             log.keep(result(tensors[1]), tensors[1].file)
         assert path.read_bytes() == whole
 

@@ -50,8 +50,10 @@ def test_a_single_expert_takes_all():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
 def test_agreement_is_that_of_the_model_before_quantization(family):
-    model, ids = quantized(family), tokens(16, 16)
-    theirs, ours = chosen_sets(make_moe(family), ids), chosen_sets(model, ids)
+    model = quantized(family)
+    ids = tokens(16, 16)
+    theirs = chosen_sets(make_moe(family), ids)
+    ours = chosen_sets(model, ids)
     agreement = {stats.name: stats.agreement for stats in router_statistics(model, ids)}
     for name in ours:
         shared = [len(a & b) / 2 for a, b in zip(ours[name], theirs[name], strict=True)]
@@ -61,7 +63,8 @@ def test_agreement_is_that_of_the_model_before_quantization(family):
 
 
 def test_padding_does_not_count():
-    model, ids = quantized(), tokens(4, 9)
+    model = quantized()
+    ids = tokens(4, 9)
     padded = torch.cat([ids, torch.zeros(4, 30, dtype=torch.long)], dim=1)
     mask = (padded != 0).long()
     for a, b in zip(router_statistics(model, ids), router_statistics(model, padded, mask), strict=True):
@@ -72,7 +75,8 @@ def test_padding_does_not_count():
 
 def test_the_model_is_left_as_it_was():
     model = quantized().train()
-    state, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    state = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
     router_statistics(model, tokens())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     assert [module.training for module in model.modules()] == modes
@@ -81,7 +85,8 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_models_without_something_to_compare_with():
-    plain, packed = make_moe(), pack(quantized())
+    plain = make_moe()
+    packed = pack(quantized())
     with pytest.raises(ValueError, match="no quantized layer"):
         router_statistics(plain, tokens())
     with pytest.raises(ValueError, match="4 bits only"):

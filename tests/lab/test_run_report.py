@@ -110,7 +110,8 @@ def test_a_page_has_no_control_characters_of_the_files(tmp_path):
     log.start(0, 20, {**FACTS, "model": "a\x1b[31mb"}, [])
     log.write("log", **values(1))
     page = render_run(read_run(tmp_path))
-    assert "\x1b" not in page and "a\\x1b[31mb" in page
+    assert "\x1b" not in page
+    assert "a\\x1b[31mb" in page
 
 
 def test_long_runs_are_drawn_by_their_extremes(tmp_path):
@@ -118,8 +119,11 @@ def test_long_runs_are_drawn_by_their_extremes(tmp_path):
     record = RunRecord(tmp_path, "log", [{"step": step, "grad_norm": spikes.get(step, 1.0)} for step in range(10_000)])
     (figure,) = [figure for chart, figure in draw_charts(record)[0] if chart.title == "Gradient norm"]
     (line,) = figure.axes[0].get_lines()
-    steps, drawn = line.get_xdata().tolist(), line.get_ydata().tolist()
-    assert len(drawn) <= 2002 and steps == sorted(steps) and (steps[0], steps[-1]) == (0, 9999)
+    steps = line.get_xdata().tolist()
+    drawn = line.get_ydata().tolist()
+    assert len(drawn) <= 2002
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, 9999)
     assert {step: value for step, value in zip(steps, drawn, strict=True) if value != 1.0} == spikes
 
 
@@ -163,7 +167,8 @@ def test_a_checkpoint_has_the_history_until_it_was_saved_and_the_facts_beside_it
     write_log(tmp_path, count=10)
     write_checkpoint(tmp_path / "checkpoint-5", 5)
     record = read_run(tmp_path / "checkpoint-5")
-    assert record.step == 5 and record.facts == FACTS
+    assert record.step == 5
+    assert record.facts == FACTS
 
 
 @pytest.mark.parametrize(
@@ -255,7 +260,8 @@ def test_a_distillation_is_judged_by_held_out_texts(tmp_path, kl, state, words):
         for step, value in enumerate(found):
             log.write("log", step=step, **{key: value, key.replace("_kl", "_teacher_perplexity"): 6.0})
     (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == "Held-out KL"]
-    assert check.state == state and words in f"{check.finding} {check.advice}"
+    assert check.state == state
+    assert words in f"{check.finding} {check.advice}"
 
 
 def test_the_kl_of_rewards_is_not_that_of_a_distillation(tmp_path):

@@ -32,7 +32,8 @@ def test_a_sharded_folder(checkpoint):
     folder = Path(checkpoint(shard_size="60KB"))
     source = open_source(str(folder))
     files = sorted(file.name for file in folder.glob("*.safetensors"))
-    assert len(files) > 2 and list(source.expected) == files
+    assert len(files) > 2
+    assert list(source.expected) == files
     assert (source.name, source.kind) == (folder.name, "folder")
     assert source.config["model_type"] == "qwen2"
     index = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -103,11 +104,13 @@ def test_no_hub_is_asked_for_what_cannot_be_an_id(name, monkeypatch):
 
 
 def test_a_model_on_the_hub(checkpoint, monkeypatch):
-    folder, asked = Path(checkpoint(shard_size="60KB")), []
+    folder = Path(checkpoint(shard_size="60KB"))
+    asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: asked.append(options) or folder)
     source = open_source("someone/model")
     assert (source.name, source.kind) == ("someone/model", "hub")
-    assert source.expected == open_source(str(folder)).expected and source.folder == folder
+    assert source.expected == open_source(str(folder)).expected
+    assert source.folder == folder
     assert asked == [{"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": ["*/*", "consolidated*"]}]
 
 
@@ -128,7 +131,9 @@ def test_what_the_hub_lacks(error, message, monkeypatch):
 
 
 BF16 = torch.bfloat16
-VECTOR, HEAD, EMBEDDING = "norm, bias or other vector", "head, router or other tower", "embedding"
+VECTOR = "norm, bias or other vector"
+HEAD = "head, router or other tower"
+EMBEDDING = "embedding"
 OTHER = "not the weight of a linear layer"
 
 
@@ -189,7 +194,8 @@ def write(path, rows):
 @pytest.mark.parametrize("field", ["text", "prompt", "question", "content"])
 def test_the_field_is_found(tmp_path, field):
     path = write(tmp_path / "d.jsonl", [{"id": 1, field: "a"}, "\n", {"id": 2, field: "b"}, {"id": 3, field: "c"}])
-    assert read(path) == ["a", "b", "c"] and read(path, samples=2) == ["a", "b"]
+    assert read(path) == ["a", "b", "c"]
+    assert read(path, samples=2) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,8 @@ def test_messages_about_datasets(tmp_path, rows, field, message):
 
 
 def test_tokens_are_cut_and_never_empty():
-    tokenizer, options = build_char_tokenizer("ab"), TextOptions("d.jsonl", max_length=3)
+    tokenizer = build_char_tokenizer("ab")
+    options = TextOptions("d.jsonl", max_length=3)
     assert [ids.shape[-1] for ids in options.tokens(tokenizer, ["abab", "", "a"])] == [3, 1]
     with pytest.raises(SourceError, match="no token"):
         options.tokens(tokenizer, [""])
@@ -256,7 +263,8 @@ def book(tmp_path):
 
 
 def test_a_running_text_is_cut_into_windows(book):
-    tokenizer, options = make_tokenizer("gpt-2"), TextOptions(book, max_length=10)
+    tokenizer = make_tokenizer("gpt-2")
+    options = TextOptions(book, max_length=10)
     windows = options.tokens(tokenizer, options.read())
     assert torch.equal(torch.cat(windows, 1), tokenizer(TEXT, return_tensors="pt").input_ids)
     assert {window.shape[1] for window in windows[:-1]} == {10}
@@ -372,7 +380,8 @@ def test_what_a_text_means(text, weights, activations, bits):
     fprop = scheme.config.gemms().fprop
     assert (scheme.name, str(fprop.right), str(fprop.left)) == (text, weights, activations)
     assert (scheme.weight_bits, scheme.activation_bits, scheme.bits) == bits
-    assert scheme.config.mode == "qat" and not scheme.config.dither_ties
+    assert scheme.config.mode == "qat"
+    assert not scheme.config.dither_ties
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_every_weight_of_a_sharded_checkpoint(checkpoint):
     schemes = [parse_scheme(text) for text in ("rceil", "even+mbs128-blockwise")]
     analysis = analyzed(folder, schemes)
     tensors = tensors_in(folder)
-    assert len(analysis.results) == 14 and analysis.problems == []
+    assert len(analysis.results) == 14
+    assert analysis.problems == []
     for result in analysis.results:
         x = tensors.pop(result.name)
         assert (result.shape, result.dtype) == (tuple(x.shape), "float32")
@@ -50,8 +51,11 @@ def test_every_weight_of_a_sharded_checkpoint(checkpoint):
 def test_groups_and_totals(checkpoint):
     analysis = analyzed(checkpoint())
     total = analysis.totals()["mxfp4+rceil"]
-    types, depths = analysis.by_layer_type("mxfp4+rceil"), analysis.by_depth("mxfp4+rceil")
-    assert list(depths) == [0, 1] and len(types) == 7 and "mlp.down_proj" in types
+    types = analysis.by_layer_type("mxfp4+rceil")
+    depths = analysis.by_depth("mxfp4+rceil")
+    assert list(depths) == [0, 1]
+    assert len(types) == 7
+    assert "mlp.down_proj" in types
     for groups in (types, depths):
         elements = sum(s.elements for s in groups.values())
         assert elements == total.elements == 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 96)
@@ -67,8 +71,10 @@ def test_slices_give_the_whole(checkpoint, monkeypatch):
     monkeypatch.setattr(module, "SLICE_ELEMENTS", 64 * 32)
     sliced = analyzed(folder, [QuantScheme(block_rows=32)])
     for a, b in zip(whole.results, sliced.results, strict=True):
-        x, y = a.statistics["mxfp4+rceil+32x32"], b.statistics["mxfp4+rceil+32x32"]
-        assert x.histogram == y.histogram and x.total == pytest.approx(y.total, rel=1e-12)
+        x = a.statistics["mxfp4+rceil+32x32"]
+        y = b.statistics["mxfp4+rceil+32x32"]
+        assert x.histogram == y.histogram
+        assert x.total == pytest.approx(y.total, rel=1e-12)
 
 
 def test_a_model_of_conv1d_is_told_so(tmp_path):
@@ -100,7 +106,8 @@ def test_a_tensor_that_the_index_promises(checkpoint):
     lost = sorted(tensors)[0]
     save_file({name: x for name, x in tensors.items() if name != lost}, folder / shard)
     [problem] = analyzed(folder).problems
-    assert problem.where == lost and shard in problem.reason
+    assert problem.where == lost
+    assert shard in problem.reason
 
 
 def test_nan_and_infinity_are_counted(tmp_path, monkeypatch):

@@ -90,10 +90,12 @@ def test_a_step_set_between_forward_and_backward_is_an_error(is_compiled):
 
 def test_the_cached_weight_is_used_and_renewed():
     layer = MXFP4Linear(64, 32)
-    x, (call, _) = torch.randn(3, 64), compiled(layer)
+    x = torch.randn(3, 64)
+    (call, _) = compiled(layer)
     for form in ("dense", "packed"):
         with torch.no_grad(), cached_weights(layer, form):
-            expected, before = layer(x), weight_quantizations()
+            expected = layer(x)
+            before = weight_quantizations()
             for _ in range(2):
                 assert torch.equal(call(x), expected)
             assert weight_quantizations() == before
@@ -139,7 +141,8 @@ def test_adapters_on_packed_models(checkpoint, preset, options):
 def test_blocks_compiled_one_by_one_share_a_graph():
     model = quantized(layers=4, **STOCHASTIC).train()
     ids = torch.arange(2, 14).view(2, 6)
-    found, counter = [], CompileCounterWithBackend("aot_eager")
+    found = []
+    counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     for compiles in (False, True):
         set_quantization_step(model, 0)

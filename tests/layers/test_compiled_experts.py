@@ -74,7 +74,8 @@ def test_experts(family, scheme):
 @pytest.mark.parametrize("wrong", [4, -1])
 def test_a_token_for_an_expert_that_does_not_exist(wrong):
     call, _ = compiled(experts())
-    states, weights = torch.randn(2, 64), torch.rand(2, 2)
+    states = torch.randn(2, 64)
+    weights = torch.rand(2, 2)
     with pytest.raises(ValueError, match="a token was sent to an expert beyond the 4"):
         call(states, torch.tensor([[0, 1], [2, wrong]]), weights)
 
@@ -93,7 +94,9 @@ def test_ends_of_experts_rise_from_zero_to_the_number_of_rows(ends):
 def test_the_operator_of_trainable_experts(family, scheme):
     layer = experts(family, **scheme)
     name = layer.projections[0]
-    weight, bias, state = getattr(layer, name), layer.bias_of(name), layer.states[name]
+    weight = getattr(layer, name)
+    bias = layer.bias_of(name)
+    state = layer.states[name]
     for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
         ends = Groups(counts).offsets("cpu")
         x = torch.randn(sum(counts), 64, requires_grad=True)
@@ -113,7 +116,8 @@ def test_the_operator_of_packed_experts(monkeypatch):
     # The checks copy all arguments, so that the codes are no layer's.
     product = layer.states[name], layer.packed_weight(name)
     monkeypatch.setattr(packed_operators, "find_product", lambda codes: product)
-    codes, bias = getattr(layer, name), layer.bias_of(name)
+    codes = getattr(layer, name)
+    bias = layer.bias_of(name)
     for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
         ends = Groups(counts).offsets("cpu")
         x = torch.randn(sum(counts), 64, requires_grad=True)
@@ -139,7 +143,8 @@ def test_experts_that_are_not_quantized_as_adapters_have_them():
 
     call, counter = compiled(linear)
     for _ in range(2):
-        found, x = [], torch.randn(5, 16)
+        found = []
+        x = torch.randn(5, 16)
         for function in (call, linear):
             weight.grad, leaf = None, x.clone().requires_grad_()
             out = function(leaf, ids)

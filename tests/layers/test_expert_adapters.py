@@ -61,7 +61,8 @@ def save_single_layers(place, base, family, **options) -> dict[str, torch.Tensor
                 sizes |= {f"{single}.{down}": (columns, rows // 2)}
         elif isinstance(module, nn.Linear) and name.endswith(("o_proj", gate, up, down)):
             sizes[name] = (module.out_features, module.in_features)
-    generator, tensors = torch.Generator().manual_seed(1), {}
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
     for name, (rows, columns) in sizes.items():
         tensors[f"{name}.lora_A.weight"] = torch.randn(2, columns, generator=generator) * 0.1
         tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 2, generator=generator) * 0.1
@@ -204,7 +205,8 @@ def test_adapters_of_packed_experts_work_on_the_plain_model(folder, tmp_path, fa
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_files_of_earlier_versions(folder, tmp_path, family, way):
     """Factors were ``[experts, r, K]`` and ``[experts, N, r]``, called as the projections are."""
-    base, adapter = folder(family), tmp_path / "adapter"
+    base = folder(family)
+    adapter = tmp_path / "adapter"
     model = with_lora(load(base), std=0.1, target_modules=["experts", "q_proj"])
     expected = model(IDS).logits
     with model.disable_adapter():
@@ -281,7 +283,9 @@ def test_without_targets_mixtral_gets_pefts_defaults(folder):
 def test_dropout_of_packed_experts_is_on_in_training_alone(folder):
     model = with_lora(load(folder("qwen3_moe")), std=0.1, target_modules=["experts"], lora_dropout=0.5)
     torch.manual_seed(0)
-    evaluated, again = model(IDS).logits, model(IDS).logits
-    one, other = model.train()(IDS).logits, model(IDS).logits
+    evaluated = model(IDS).logits
+    again = model(IDS).logits
+    one = model.train()(IDS).logits
+    other = model(IDS).logits
     assert torch.equal(evaluated, again)
     assert not torch.equal(one, other)

@@ -64,7 +64,8 @@ def gated(family, up_out):
         gate, up = up_out.split(up_out.shape[-1] // 2, dim=-1)
         return gate * torch.sigmoid(gate) * up
     gate, up = up_out.view(-1, 2).unbind(-1)
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    gate = gate.clamp(max=7.0)
+    up = up.clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
@@ -92,7 +93,8 @@ def reference(family, experts, states, index, weights, quantize_input):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_the_equations(family, inputs):
     options, quantize_input = INPUTS[inputs]
-    layer, twin = quantized(family, **options), plain_experts(family)
+    layer = quantized(family, **options)
+    twin = plain_experts(family)
     states, index, weights = routing(9)
     ours = [t.clone().requires_grad_() for t in (states, weights)]
     theirs = [t.clone().requires_grad_() for t in (states, weights)]
@@ -110,7 +112,8 @@ def test_outputs_and_gradients_are_those_of_the_equations(family, inputs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_quantization_they_are_the_models_own_experts(family):
     for implementation, dtype, tolerance in (("eager", torch.float64, 1e-10), ("grouped_mm", torch.float32, 1e-5)):
-        plain, layer = plain_experts(family, dtype), quantized(family, dtype, **OFF)
+        plain = plain_experts(family, dtype)
+        layer = quantized(family, dtype, **OFF)
         plain.config._experts_implementation = implementation
         found, expected = (passes(each, *routing(dtype=dtype, unused=1)) for each in (layer, plain))
         torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
@@ -121,10 +124,13 @@ def test_without_quantization_they_are_the_models_own_experts(family):
 def test_parameters_are_the_very_ones_and_the_class_is_still_the_models(family):
     plain = plain_experts(family)
     layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
-    assert isinstance(layer, type(plain)) and isinstance(layer, MXFP4Experts)
+    assert isinstance(layer, type(plain))
+    assert isinstance(layer, MXFP4Experts)
     assert [(n, id(p)) for n, p in layer.named_parameters()] == [(n, id(p)) for n, p in plain.named_parameters()]
-    assert type(layer) is type(quantized(family)) and type(layer).__name__ == f"MXFP4{type(plain).__name__}"
-    assert plain.config is not layer.config and type(plain).forward is not type(layer).forward
+    assert type(layer) is type(quantized(family))
+    assert type(layer).__name__ == f"MXFP4{type(plain).__name__}"
+    assert plain.config is not layer.config
+    assert type(plain).forward is not type(layer).forward
     shape = {"qwen3_moe": (4, 64, 64), "qwen2_moe": (4, 64, 64), "mixtral": (4, 192, 64), "gpt_oss": (4, 192, 64)}
     assert layer.weight_size("gate_up_proj") == shape[family]
     assert "w4a8" in repr(layer)
@@ -142,7 +148,8 @@ def test_a_change_of_one_expert_is_seen():
     with cached_weights(layer):
         swapped = layer(states, index, weights)
     assert torch.equal(pickle.loads(pickle.dumps(layer))(states, index, weights), swapped)
-    assert torch.equal(copy.deepcopy(layer)(states, index, weights), swapped) and not torch.equal(swapped, before)
+    assert torch.equal(copy.deepcopy(layer)(states, index, weights), swapped)
+    assert not torch.equal(swapped, before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,7 +159,8 @@ def test_plain_experts_of_the_quantized_values(family):
     plain = layer.to_experts()
     inputs = routing()
     plain.config._experts_implementation = "eager"
-    assert type(plain) is type(plain_experts(family)) and vars(plain).keys() == vars(plain_experts(family)).keys()
+    assert type(plain) is type(plain_experts(family))
+    assert vars(plain).keys() == vars(plain_experts(family)).keys()
     torch.testing.assert_close(plain(*inputs), layer(*inputs), rtol=1e-10, atol=1e-10)
     axis = 1 if family == "gpt_oss" else 2
     assert torch.equal(plain.down_proj, fake_quantize(before["down_proj"], **WEIGHT, axis=axis))
@@ -172,13 +180,16 @@ def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
         set_quantization_step(nn.ModuleList([layer]), 0)
         assert torch.equal(layer(*inputs), first)
     keys = {rng.layer for state in layer.states.values() for rng in state.rngs}
-    assert len(keys) == 8 and f"{NAME}.3.down_proj" in keys
-    assert random_layers(layer) == [layer] and random_layers(quantized()) == []
+    assert len(keys) == 8
+    assert f"{NAME}.3.down_proj" in keys
+    assert random_layers(layer) == [layer]
+    assert random_layers(quantized()) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_tokens_at_all(family):
-    layer, plain = quantized(family, torch.float32), plain_experts(family, torch.float32)
+    layer = quantized(family, torch.float32)
+    plain = plain_experts(family, torch.float32)
     found, expected = (passes(each, *routing(0, dtype=torch.float32)) for each in (layer, plain))
     assert found[0].shape == (0, 64)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -235,7 +246,8 @@ def test_a_class_of_ones_own_is_refused():
     with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):
         quantize_linears(model, MXFP4RLConfig())
     quantized, skipped = quantize_linears(model, MXFP4RLConfig(modules_to_not_convert=["experts"]))
-    assert quantized == ["0"] and skipped == {"experts": "modules_to_not_convert"}
+    assert quantized == ["0"]
+    assert skipped == {"experts": "modules_to_not_convert"}
 
 
 def test_experts_without_a_gate_and_with_a_norm_behind_them():

@@ -22,7 +22,9 @@ choice, products, weights = (
     importlib.import_module(f"hf_mxfp4.ops.{name}") for name in ("choice", "products", "weights")
 )
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
-M, N, K = 43, 37, 50
+M = 43
+N = 37
+K = 50
 #: Without macro factors, which FP8 tensor cores do not multiply.
 PLAIN = {"macro_block": None}
 MXFP8 = {"preset": "w4a8", "fprop": {"x": "mxfp8"}, **PLAIN}
@@ -75,7 +77,8 @@ def check_passes(layer: MXFP4Linear, x: torch.Tensor, values: torch.Tensor, weig
 @pytest.mark.parametrize("name", ["default", "w8a8", "mxfp8"])
 def test_products_are_those_of_dequantized_operands_and_have_their_gradients(name, dtype):
     options = {"default": {}, "w8a8": {"preset": "w8a8"}, "mxfp8": MXFP8}
-    found, x = layer(dtype, **options[name]), tokens(dtype)
+    found = layer(dtype, **options[name])
+    x = tokens(dtype)
     weight = found.weight.detach()
     rounded = fp8(weight) if name == "w8a8" else numerics.apply_scheme(weight, found.config.weight_scheme)
     values = mxfp8(x) if name == "mxfp8" else fp8(x)
@@ -84,7 +87,8 @@ def test_products_are_those_of_dequantized_operands_and_have_their_gradients(nam
 
 
 def test_gradients_in_mxfp8_have_scales_along_each_contraction():
-    found, x = layer(**MXFP8, dgrad={"grad": "mxfp8"}, wgrad={"grad": "mxfp8"}), tokens()
+    found = layer(**MXFP8, dgrad={"grad": "mxfp8"}, wgrad={"grad": "mxfp8"})
+    x = tokens()
     grad = torch.randn(M, N, generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 3, M)[:, None]
     _, grad_x, grad_weight, _ = passes(found, x, grad=grad)
     assert_product(grad_x, mxfp8(grad), found.to_linear().weight.t())
@@ -92,7 +96,8 @@ def test_gradients_in_mxfp8_have_scales_along_each_contraction():
 
 
 def test_an_input_in_mxfp8_is_kept_as_elements_and_scales():
-    trained, x = layer(**MXFP8), tokens()
+    trained = layer(**MXFP8)
+    x = tokens()
     kept = []
 
     def note(tensor):
@@ -107,7 +112,8 @@ def test_an_input_in_mxfp8_is_kept_as_elements_and_scales():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_and_compiled_layers_have_the_bits_of_mxfp8_inputs(dtype, fresh_compiler):
-    trained, x = layer(dtype, **MXFP8, backend="eager"), tokens(dtype)
+    trained = layer(dtype, **MXFP8, backend="eager")
+    x = tokens(dtype)
     compiled = torch.compile(trained, backend="aot_eager", fullgraph=True)
     assert_same(passes(compiled, x), passes(trained, x))
     packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
@@ -116,7 +122,8 @@ def test_packed_and_compiled_layers_have_the_bits_of_mxfp8_inputs(dtype, fresh_c
 
 
 def test_nvfp4_has_one_scale_for_the_weight_and_one_for_each_token():
-    found, x = layer(fprop={"x": "nvfp4", "weight": "nvfp4"}), tokens()
+    found = layer(fprop={"x": "nvfp4", "weight": "nvfp4"})
+    x = tokens()
     weight = numerics.fake_quantize_nvfp4(found.weight.detach())
     values = torch.cat([numerics.fake_quantize_nvfp4(token[None]) for token in x])
     check_passes(found, x, values, weight)
@@ -125,7 +132,8 @@ def test_nvfp4_has_one_scale_for_the_weight_and_one_for_each_token():
 @pytest.mark.parametrize("options", [{}, pytest.param(FP8_PRODUCTS, marks=needs_fp8_on_cpu)], ids=["dense", "fp8"])
 def test_w4a8g8_folds_the_scales_of_tokens_into_the_gradient_before_that_is_rounded(options):
     found = layer(preset="w4a8g8", **options)
-    x, grad = tokens(), torch.randn(M, N, generator=torch.Generator().manual_seed(2))
+    x = tokens()
+    grad = torch.randn(M, N, generator=torch.Generator().manual_seed(2))
     weight = numerics.apply_scheme(found.weight.detach(), found.config.weight_scheme).double()
     scaled = (grad.double() * scales_of(x)).t().float()
     expected = [
@@ -174,7 +182,8 @@ def test_a_nan_reaches_the_gradients_of_its_own_experts_alone():
 
 @pytest.mark.parametrize("rotation", ["deterministic-16", "random-16"])
 def test_rotated_inputs_are_rounded_in_the_rotated_basis_and_saved_so(rotation):
-    found, x = layer(fprop={"x": "fp8", "rotation": rotation}), tokens()
+    found = layer(fprop={"x": "fp8", "rotation": rotation})
+    x = tokens()
     with torch.no_grad():
         expected = found(x)
     assert torch.equal(passes(found, x)[0], expected)
@@ -220,7 +229,8 @@ def test_what_dgrad_does_to_the_gradient_beside_scaling_it_stays_as_it_is(rounde
 
 @needs_fp8_on_cpu
 def test_operands_are_rounded_to_e4m3_once_and_a_weight_once_a_step(monkeypatch):
-    quantized, converted = layer(preset="w4a8g8", **FP8_PRODUCTS), []
+    quantized = layer(preset="w4a8g8", **FP8_PRODUCTS)
+    converted = []
     to_fp8 = weights.weight_to_fp8
     monkeypatch.setattr(weights, "weight_to_fp8", lambda values: converted.append(values.shape) or to_fp8(values))
     for module, name in (
@@ -245,12 +255,20 @@ def test_operands_are_rounded_to_e4m3_once_and_a_weight_once_a_step(monkeypatch)
 def scaled_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, offs, output_dtype, use_fast_accum):
     """What `torch.nn.functional.scaled_grouped_mm` says that it computes of ``a [S, C]`` and ``b [E, C, D]``, with the
     layouts that CUDA needs; CPUs have none."""
-    assert a.is_contiguous() and b.mT.is_contiguous() and a.shape[1] % 16 == b.shape[2] % 16 == 0
-    assert recipe_a == recipe_b == F.ScalingType.RowWise and offs.dtype == torch.int32 and not use_fast_accum
-    assert scale_a.shape == a.shape[:1] and scale_b.shape == (len(b), b.shape[2]) and scale_b.is_contiguous()
-    out, start = torch.empty(len(a), b.shape[2], dtype=output_dtype), 0
+    assert a.is_contiguous()
+    assert b.mT.is_contiguous()
+    assert a.shape[1] % 16 == b.shape[2] % 16 == 0
+    assert recipe_a == recipe_b == F.ScalingType.RowWise
+    assert offs.dtype == torch.int32
+    assert not use_fast_accum
+    assert scale_a.shape == a.shape[:1]
+    assert scale_b.shape == (len(b), b.shape[2])
+    assert scale_b.is_contiguous()
+    out = torch.empty(len(a), b.shape[2], dtype=output_dtype)
+    start = 0
     for expert, end in enumerate(offs.tolist()):
-        left, right = a[start:end].double() * scale_a[start:end, None], b[expert].double() * scale_b[expert]
+        left = a[start:end].double() * scale_a[start:end, None]
+        right = b[expert].double() * scale_b[expert]
         out[start:end], start = left @ right, end
     return out
 

@@ -23,7 +23,9 @@ OPERANDS = [
 #: Without macro blocks: a product of every operand rounds each block of 32.
 PLAIN = {"preset": "w4a4", "macro_block": None}
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
-M, N, K = 43, 37, 50
+M = 43
+N = 37
+K = 50
 
 
 def options_for(quantized: set, rotation: str, rounding: str) -> dict:
@@ -85,11 +87,13 @@ class Oracle:
         return fake_quantize(rotated.float(), rounding=rounding, seed=seed).double()
 
     def forward(self, x, weight, bias):
-        left, right = self.operand("fprop", "x", x), self.operand("fprop", "weight", weight)
+        left = self.operand("fprop", "x", x)
+        right = self.operand("fprop", "weight", weight)
         return torch.einsum("mk,nk->mn", left, right) + bias.double()
 
     def grad_x(self, grad, weight):
-        left, right = self.operand("dgrad", "grad", grad), self.operand("dgrad", "weight", weight.t().contiguous())
+        left = self.operand("dgrad", "grad", grad)
+        right = self.operand("dgrad", "weight", weight.t().contiguous())
         return torch.einsum("mn,kn->mk", left, right)
 
     def grad_weight(self, grad, x):
@@ -107,7 +111,8 @@ COMBINATIONS = [set(c) for r in range(7) for c in itertools.combinations(OPERAND
 def test_every_combination_of_operands(rotation, rounding):
     assert len(COMBINATIONS) == 64
     torch.manual_seed(1)
-    batch, grad = torch.randn(M, K), torch.randn(M, N)
+    batch = torch.randn(M, K)
+    grad = torch.randn(M, N)
     seen = set()
     for quantized in COMBINATIONS:
         options = options_for(quantized, rotation, rounding)
@@ -150,8 +155,10 @@ def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
     layer = make_layer(fprop={"rotation": rotation})
     options = {"fprop": {"x": "even", "weight": "even", "rotation": rotation}}
     oracle = Oracle(layer, options)
-    x, grad = torch.randn(M, K), torch.randn(M, N)
-    found, weight = one_pass(layer, x, grad), layer.weight.detach()
+    x = torch.randn(M, K)
+    grad = torch.randn(M, N)
+    found = one_pass(layer, x, grad)
+    weight = layer.weight.detach()
     size = int(rotation.split("-")[1])
     signs = oracle.rng.signs("fprop", math.ceil(K / size) * size, "cpu") if rotation.startswith("random") else None
     back = rotation_matrix(rotation, K, signs).t()
@@ -165,8 +172,10 @@ def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
 
 def test_fp8_output_gradients_are_quantized_along_each_contraction():
     layer = make_layer(**FP8_GRADIENTS)
-    x, grad = torch.randn(M, K), torch.randn(M, N) * torch.logspace(-6, 3, M).unsqueeze(1)
-    by_token, by_output = numerics.fake_quantize_e4m3(grad), numerics.fake_quantize_e4m3(grad.t())
+    x = torch.randn(M, K)
+    grad = torch.randn(M, N) * torch.logspace(-6, 3, M).unsqueeze(1)
+    by_token = numerics.fake_quantize_e4m3(grad)
+    by_output = numerics.fake_quantize_e4m3(grad.t())
     assert not torch.equal(by_token, by_output.t())
 
     _, grad_x, grad_weight = one_pass(layer, x, grad)
@@ -184,14 +193,18 @@ RANDOM = {
 
 
 def test_draws_leave_the_generator_of_torch_alone():
-    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    layer = make_layer(**RANDOM)
+    x = torch.randn(M, K)
+    grad = torch.randn(M, N)
     state = torch.get_rng_state()
     one_pass(layer, x, grad)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_draws_follow_the_step_and_the_micro_batch():
-    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    layer = make_layer(**RANDOM)
+    x = torch.randn(M, K)
+    grad = torch.randn(M, N)
     layer.set_step(3)
     first = one_pass(layer, x, grad)
     assert same(one_pass(layer, x, grad), first) == [True, False, False]  # the next micro-batch of the step
@@ -203,7 +216,9 @@ def test_draws_follow_the_step_and_the_micro_batch():
 
 @pytest.mark.parametrize(("seed", "name"), [(1, "layers.3.mlp.up_proj"), (0, "layers.4.mlp.up_proj")], ids=str)
 def test_another_seed_or_layer_draws_other_numbers(seed, name):
-    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    layer = make_layer(**RANDOM)
+    x = torch.randn(M, K)
+    grad = torch.randn(M, N)
     config = MXFP4RLConfig(**{**PLAIN, **RANDOM, "stochastic_seed": seed})
     other = MXFP4Linear(K, N, config=config, name=name)
     other.load_state_dict(layer.state_dict())
@@ -211,7 +226,9 @@ def test_another_seed_or_layer_draws_other_numbers(seed, name):
 
 
 def test_ranks_draw_other_numbers_but_for_the_weight(monkeypatch):
-    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    layer = make_layer(**RANDOM)
+    x = torch.randn(M, K)
+    grad = torch.randn(M, N)
     first = one_pass(layer, x, grad)
     weight = layer.quantized_weight(layer.weight, torch.float32)
 
@@ -229,7 +246,8 @@ def test_operands_draw_independently():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_forward_draws_the_same(reentrant):
-    x, grad = torch.randn(M, K), torch.randn(M, K)
+    x = torch.randn(M, K)
+    grad = torch.randn(M, K)
     results = []
     for recompute in (False, True):
         layers = [make_layer(out_features=K, seed=i, **RANDOM) for i in range(2)]
@@ -260,14 +278,18 @@ def test_stochastic_products_are_unbiased(options, index):
     """Also where both operands are stochastic, which holds only if they are drawn independently. The rule is one that
     clamps no value, since that has a bias."""
     layer = make_layer(False, **{**options_for(set(), "none", "nearest"), **options})
-    x, grad = torch.randn(M, K), torch.randn(M, N)
+    x = torch.randn(M, K)
+    grad = torch.randn(M, N)
     weight = layer.weight.detach().double()
     exact = (x.double() @ weight.t(), grad.double() @ weight, grad.double().t() @ x.double())[index]
-    n, total, squares = 100, 0.0, 0.0
+    n = 100
+    total = 0.0
+    squares = 0.0
     for step in range(n):
         layer.set_step(step)
         error = one_pass(layer, x, grad)[index].double() - exact
-        total, squares = total + error, squares + error.square()
+        total = total + error
+        squares = squares + error.square()
     variance = squares / n - (total / n).square()
     z = total / n / (variance / n).sqrt()
     assert variance.min() > 0
@@ -294,7 +316,8 @@ def test_shapes_down_to_no_tokens(preset, shape):
 def test_bfloat16_and_autocast_follow_float32(preset, setting):
     torch.manual_seed(0)
     layer = MXFP4Linear(64, 48, config=MXFP4RLConfig(preset=preset))
-    x, grad = torch.randn(40, 64).bfloat16(), torch.randn(40, 48).bfloat16()
+    x = torch.randn(40, 64).bfloat16()
+    grad = torch.randn(40, 48).bfloat16()
     with torch.no_grad():
         layer.weight.copy_(layer.weight.bfloat16())
     reference = one_pass(layer, x.float(), grad.float())
@@ -309,7 +332,8 @@ def test_bfloat16_and_autocast_follow_float32(preset, setting):
 def test_backward_quantizes_the_weight_as_it_is_then():
     """A sharded engine refills the weight's storage between the passes."""
     layer = make_layer(preset="w4a4g4")
-    x, grad = torch.randn(M, K, requires_grad=True), torch.randn(M, N)
+    x = torch.randn(M, K, requires_grad=True)
+    grad = torch.randn(M, N)
     y = layer(x)
     other = torch.randn(N, K)
     layer.weight.data = other

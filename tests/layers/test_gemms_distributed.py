@@ -39,9 +39,11 @@ def train(engine: str, scheme: str) -> dict:
     quantize_linears(model, MXFP4RLConfig(**SCHEMES[scheme]))
     ids = torch.arange(2, 30).repeat(2).view(2, 1, 28) % 31
     ids[1] = ids[1].flip(-1)
-    wrapped, halves = wrap(model, engine), ids if engine == "none" else ids[dist.get_rank()][None]
+    wrapped = wrap(model, engine)
+    halves = ids if engine == "none" else ids[dist.get_rank()][None]
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.3)
-    gradients, losses = {}, []
+    gradients = {}
+    losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = torch.zeros(())
@@ -88,7 +90,8 @@ def alone(scheme: str) -> dict:
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "stochastic"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_training_is_that_of_one_process(distributed, engine, scheme):
-    expected, found = alone(scheme), distributed[engine, scheme]
+    expected = alone(scheme)
+    found = distributed[engine, scheme]
     torch.testing.assert_close(found["gradients"], expected["gradients"], rtol=1e-4, atol=1e-6)
     # Sums in another order can move a value over the edge between two codes, later steps more than the first.
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)

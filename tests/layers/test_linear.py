@@ -123,7 +123,8 @@ def test_autocast_with_float32_masters(config, input_dtype):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("options", [{}, {"preset": "w8a8"}, ROTATED, {"backend": "eager"}], ids=str)
 def test_training_goes_on_after_a_pass_without_gradients(mode, options):
-    layer, x = make_layer(**options), torch.randn(3, 64, requires_grad=True)
+    layer = make_layer(**options)
+    x = torch.randn(3, 64, requires_grad=True)
     with cached_weights(layer):
         with mode():
             y = layer(x)
@@ -181,7 +182,9 @@ def test_to_linear_copies_a_weight_that_is_not_quantized():
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_state_dict_is_a_linear_layers(bias):
-    layer, other, linear = make_layer(bias=bias), make_layer(bias=bias, seed=1), nn.Linear(64, 48, bias)
+    layer = make_layer(bias=bias)
+    other = make_layer(bias=bias, seed=1)
+    linear = nn.Linear(64, 48, bias)
     x = torch.randn(2, 64)
     expected = layer(x)
     assert list(layer.state_dict()) == list(linear.state_dict())
@@ -192,7 +195,8 @@ def test_state_dict_is_a_linear_layers(bias):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_are_independent(duplicate):
-    layer, x = make_layer(), torch.randn(2, 64)
+    layer = make_layer()
+    x = torch.randn(2, 64)
     y = layer(x)
     other = duplicate(layer)
     assert torch.equal(other(x), y)

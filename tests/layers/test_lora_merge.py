@@ -107,7 +107,8 @@ def test_merge_and_unload_gives_a_packed_model_that_saves_and_loads(load, tmp_pa
     assert (logits - adapted).norm() < 0.5 * (plain - adapted).norm()
     merged.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config.quantization_config.mode == "packed" and again.hf_quantizer.recorded_sqnr_db is None
+    assert again.config.quantization_config.mode == "packed"
+    assert again.hf_quantizer.recorded_sqnr_db is None
     assert "Not measured." in (tmp_path / "README.md").read_text()
     assert torch.equal(again(IDS).logits, logits)
 
@@ -126,7 +127,8 @@ def test_merging_into_bfloat16_rounds_each_sum_once(load):
     assert not any(isinstance(m, MXFP4PackedLinear) for m in plain.modules())
     first = plain.model.layers[0]
     assert torch.equal(plain.lm_head.weight, head)
-    assert type(first.mlp.up_proj) is nn.Linear and torch.equal(first.mlp.up_proj.weight, expected)
+    assert type(first.mlp.up_proj) is nn.Linear
+    assert torch.equal(first.mlp.up_proj.weight, expected)
     assert torch.equal(first.self_attn.q_proj.bias, bias.to(torch.bfloat16))
     assert (plain(IDS).logits.float() - adapted).norm() < 0.03 * adapted.norm()
 
@@ -227,7 +229,8 @@ def test_experts_are_measured_parameter_by_parameter(family):
     for name, place in zip(experts.projections, names, strict=True):
         change = getattr(experts, name) - masters_before[name]
         noise = energy(experts.to_experts().get_parameter(name) - before[name] - change)
-        assert report.layers[place].noise == pytest.approx(noise, rel=1e-3) and noise > 0
+        assert report.layers[place].noise == pytest.approx(noise, rel=1e-3)
+        assert noise > 0
         assert report.layers[place].update == pytest.approx(energy(change), rel=1e-3)
 
 
@@ -277,7 +280,8 @@ def test_merged_into_bfloat16_the_policy_stays(load, family, targets, merged_bef
     if merged_before:
         model.merge_adapter()
     merged = merge_adapters(model, into="bf16")
-    assert not hasattr(merged.config, "quantization_config") and merged.dtype == torch.bfloat16
+    assert not hasattr(merged.config, "quantization_config")
+    assert merged.dtype == torch.bfloat16
     assert not any(isinstance(m, (MXFP4Linear, MXFP4Experts)) for m in merged.modules())
     assert (merged.float()(IDS).logits - adapted).norm() < 0.15 * (adapted - plain).norm()
     merged.save_pretrained(tmp_path)

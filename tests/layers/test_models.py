@@ -117,7 +117,8 @@ def test_matrices_one_by_one():
     model = quantized("gpt_oss", layers=1)
     found = {matrix.name: matrix for matrix in trainable_matrices(model)}
     assert len(found) == 4 + 8
-    matrix, linear = found[f"{EXPERTS.format(0)}.2.down_proj"], found["model.layers.0.self_attn.q_proj"]
+    matrix = found[f"{EXPERTS.format(0)}.2.down_proj"]
+    linear = found["model.layers.0.self_attn.q_proj"]
     experts = model.model.layers[0].mlp.experts
     assert torch.equal(matrix.weight(), experts.down_proj[2].T)
     assert torch.equal(matrix.effective_rows(matrix.weight()), experts.to_experts().down_proj[2].T)
@@ -142,7 +143,8 @@ def test_full_precision_is_the_plain_model_bit_for_bit(family, scheme, layers):
     plain = make_model(family)
     model = copy.deepcopy(plain)
     quantize_linears(model, MXFP4RLConfig(**scheme))
-    before, configs = logits(model), [module.config for module in model.modules() if isinstance(module, QUANTIZED)]
+    before = logits(model)
+    configs = [module.config for module in model.modules() if isinstance(module, QUANTIZED)]
     with full_precision(model) as switched:
         assert switched == layers == len(configs)
         assert torch.equal(logits(model), logits(plain))
@@ -207,7 +209,8 @@ MODELS = {
 def test_the_gradients_are_those_of_a_plain_backward_pass(name, reentrant, autocast):
     assert hf_mxfp4.integrations.peft.MXFP4LoraModel  # registered by its import
     family, scheme, lora = MODELS[name]
-    found, calls = [], []
+    found = []
+    calls = []
     for checkpointing in (False, True):
         model = make_model(family)
         quantize_linears(model, MXFP4RLConfig(**scheme))
@@ -223,4 +226,5 @@ def test_the_gradients_are_those_of_a_plain_backward_pass(name, reentrant, autoc
     expected, found = found
     assert len(calls) == 2, "the block was not recomputed"
     assert_same(found, expected)
-    assert len(found) >= 8 and all(grad.isfinite().all() for grad in found.values())
+    assert len(found) >= 8
+    assert all(grad.isfinite().all() for grad in found.values())

@@ -65,7 +65,8 @@ def test_outputs_of_few_tokens_are_the_trainable_ones_up_to_float32_sums(family)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_experts_again(family):
     trained, packed = twins(family)
-    plain, expected = packed.to_experts(), trained.to_experts()
+    plain = packed.to_experts()
+    expected = trained.to_experts()
     assert type(plain) is type(expected)
     assert_same(dict(plain.state_dict()), dict(expected.state_dict()))
     assert packed.to_experts(torch.bfloat16).down_proj.dtype == torch.bfloat16
@@ -84,7 +85,8 @@ def test_every_option_of_products_reaches_experts():
 def test_dtype_follows_to():
     _, packed = twins("gpt_oss")
     packed.to(torch.bfloat16)
-    assert packed.compute_dtype == torch.bfloat16 and packed.gate_up_proj.dtype == torch.uint8
+    assert packed.compute_dtype == torch.bfloat16
+    assert packed.gate_up_proj.dtype == torch.uint8
     assert packed(*routing(dtype=torch.bfloat16)).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="input is torch.float32"):
         packed(*routing())
@@ -161,9 +163,11 @@ def test_the_codes_are_those_of_the_operand_that_the_trainable_layer_multiplies_
 @ALL
 def test_outputs_and_gradients_are_the_trainable_ones_where_both_multiply_dense_values(name, dtype):
     trained, packed = pair(name, dtype, backend="eager")
-    x, grad = inputs(dtype), torch.randn(2, 5, 96, dtype=dtype)
+    x = inputs(dtype)
+    grad = torch.randn(2, 5, 96, dtype=dtype)
     (y, grad_x), (expected, of_trained) = (passes(layer, x, grad=grad)[:2] for layer in (packed, trained))
-    assert torch.equal(y, expected) and grad_x.dtype == dtype
+    assert torch.equal(y, expected)
+    assert grad_x.dtype == dtype
     # The trainable layer rotates the weight back, this one the gradient.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.25}
     torch.testing.assert_close(grad_x, of_trained, **close)
@@ -227,7 +231,8 @@ def test_a_packed_model_is_the_trained_one(load):
 def test_adapters_merge_in_the_basis_of_the_model_and_come_apart_again(load):
     adapted = with_lora(pack(load(mode="qat", fprop=ROTATION, dither_ties=False)))
     layer = adapted.get_submodule(UP)
-    base, before = layer.base_layer, layer.base_layer.weight.clone()
+    base = layer.base_layer
+    before = layer.base_layer.weight.clone()
     total = base.dequantized_weight(torch.float32) + layer.get_delta_weight("default")
     torch.testing.assert_close(layer.effective_weight(), total, rtol=0, atol=1e-6)
     layer.merge()
@@ -261,7 +266,8 @@ def test_lora_on_packed_experts_is_in_the_basis_of_the_model(load):
     model = with_lora(model, target_modules=["experts"])
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
     twin = summed_twin(model)
-    found, expected = model(IDS).logits, twin(IDS).logits
+    found = model(IDS).logits
+    expected = twin(IDS).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = [torch.autograd.grad(logits.square().sum(), trained) for logits in (found, expected)]

@@ -118,7 +118,8 @@ def test_dequantized_weight_against_the_eager_reference(options):
     layer = MXFP4PackedLinear.from_linear(source, packed_config(**options))
     reference = numerics.quantize(source.weight.detach(), **vars(layer.config.weight_scheme))
     for part, field in PACKED_FIELDS.items():
-        stored, of_reference = getattr(layer, part), getattr(reference, field)
+        stored = getattr(layer, part)
+        of_reference = getattr(reference, field)
         assert stored is of_reference is None or torch.equal(stored, of_reference), part
     expected = reference.dequantize()
     assert torch.equal(layer.dequantized_weight(), expected)
@@ -128,7 +129,8 @@ def test_dequantized_weight_against_the_eager_reference(options):
 
 
 def test_a_weight_that_is_quantized_in_portions(monkeypatch):
-    source, config = linear(100, 64), packed_config(fprop={"weight": "rceil+mbs128-dynamic+32x32"})
+    source = linear(100, 64)
+    config = packed_config(fprop={"weight": "rceil+mbs128-dynamic+32x32"})
     whole = MXFP4PackedLinear.from_linear(source, config)
     monkeypatch.setattr("hf_mxfp4.ops.packed_weight.PORTION", 32 * 64)
     parts = MXFP4PackedLinear.from_linear(source, config)
@@ -178,7 +180,8 @@ def test_a_missing_tensor_is_named():
 
 
 def test_a_layer_that_is_made_empty_loads_a_state():
-    layer, x = packed(n=40, k=72), torch.randn(3, 72)
+    layer = packed(n=40, k=72)
+    x = torch.randn(3, 72)
     empty = MXFP4PackedLinear(72, 40, config=layer.config)
     empty.load_state_dict(layer.state_dict())
     assert torch.equal(empty(x), layer(x))
@@ -187,13 +190,15 @@ def test_a_layer_that_is_made_empty_loads_a_state():
 @pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_macro"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_loading_other_dtypes_into_packed_tensors_is_refused(name, dtype):
-    layer, state = packed(), packed().state_dict()
+    layer = packed()
+    state = packed().state_dict()
     with pytest.raises(RuntimeError, match=f"{name} is {dtype}, but the packed layer needs the uint8"):
         layer.load_state_dict({**state, name: state[name].to(dtype)})
 
 
 def test_loading_another_shape_is_refused():
-    layer, state = packed(), packed().state_dict()
+    layer = packed()
+    state = packed().state_dict()
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         layer.load_state_dict({**state, "weight": state["weight"][:, :5]})
 
@@ -224,7 +229,8 @@ def test_conversions_leave_packed_tensors_alone(convert, dtype):
 
 @pytest.mark.usefixtures("dense_products")
 def test_autocast_runs_the_product_in_its_dtype():
-    layer, x = packed(), torch.randn(3, 72)
+    layer = packed()
+    x = torch.randn(3, 72)
     y, *grads = passes(layer, x, autocast=True)
     expected = F.linear(x.bfloat16(), layer.dequantized_weight(torch.bfloat16), layer.bias.bfloat16())
     assert y.dtype == torch.bfloat16
@@ -234,7 +240,8 @@ def test_autocast_runs_the_product_in_its_dtype():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode):
-    layer, x = packed(), torch.randn(3, 72)
+    layer = packed()
+    x = torch.randn(3, 72)
     expected = layer(x)
     with mode():
         y = layer(x)
@@ -269,7 +276,8 @@ def test_a_write_between_forward_and_backward_pass_is_refused():
 @pytest.fixture
 def made(monkeypatch) -> list[weakref.ref]:
     """References to the dequantized weights made so far."""
-    references, original = [], backends.dequantize
+    references = []
+    original = backends.dequantize
 
     def spy(*args):
         value = original(*args)
@@ -293,7 +301,8 @@ def test_no_dequantized_copy_outlives_the_product(backend, forward, made):
 
 @pytest.mark.parametrize("rows", [3, 100])
 def test_generation_on_the_codes_dequantizes_and_keeps_nothing(rows, made):
-    layer, x = packed(backend="cpu"), torch.randn(rows, 72)
+    layer = packed(backend="cpu")
+    x = torch.randn(rows, 72)
     with torch.no_grad(), cached_weights(layer, "dense"):
         assert torch.equal(layer(x), layer(x))
         assert not made
@@ -302,7 +311,8 @@ def test_generation_on_the_codes_dequantizes_and_keeps_nothing(rows, made):
 
 
 def test_generation_dequantizes_once_and_frees_at_the_end(made):
-    layer, x = packed(backend="eager"), torch.randn(3, 72)
+    layer = packed(backend="eager")
+    x = torch.randn(3, 72)
     with torch.no_grad():
         expected = layer(x)
         with cached_weights(layer, "dense"):

@@ -52,14 +52,16 @@ def python_calls(call) -> list[str]:
 
 @torch.no_grad()
 def test_a_product_in_c_is_few_python_calls_away():
-    layer, x = packed(), inputs()
+    layer = packed()
+    x = inputs()
     layer(x)
     assert len(python_calls(lambda: layer(x))) <= 12
 
 
 @torch.no_grad()
 def test_a_launch_on_a_gpu_is_few_python_calls_away():
-    layer, x = host_time.packed_layer(256), torch.randn(1, 256).bfloat16()
+    layer = host_time.packed_layer(256)
+    x = torch.randn(1, 256).bfloat16()
     with host_time.stubbed_launches():
         host_time.planned_for_gpu(layer, x)
         names = python_calls(lambda: layer(x))
@@ -78,7 +80,8 @@ def test_a_plan_is_made_once_for_a_dtype():
 
 @torch.no_grad()
 def test_a_planned_layer_still_minds_autocast_gradients_and_caches():
-    layer, x = packed(backend="eager"), inputs()
+    layer = packed(backend="eager")
+    x = inputs()
     expected = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
@@ -104,7 +107,8 @@ def test_a_planned_layer_still_refuses_wrong_inputs():
 
 @torch.no_grad()
 def test_vmap_after_a_plan():
-    layer, x = packed(), inputs()
+    layer = packed()
+    x = inputs()
     expected = layer(x)
     found = torch.vmap(layer)(x.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -178,7 +182,9 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_a_changed_layer_multiplies_with_what_it_has_now(change, backend, is_compiled):
-    layer, other, x = packed(0, backend), packed(1, backend), inputs()
+    layer = packed(0, backend)
+    other = packed(1, backend)
+    x = inputs()
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if is_compiled else layer
     before = call(x)
     change(layer, other)
@@ -213,7 +219,8 @@ def test_a_layer_on_another_device():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 @torch.no_grad()
 def test_copies_of_a_planned_layer_are_independent(copied, is_compiled):
-    layer, x = packed(), inputs()
+    layer = packed()
+    x = inputs()
     expected = layer(x)
     twin = copied(layer)
     assert not twin.state.plans
@@ -278,7 +285,8 @@ def test_a_packed_decoder_layer_brings_the_inputs_and_guards_of_the_plain_one():
 @pytest.mark.usefixtures("fresh_compiler")
 @torch.no_grad()
 def test_packed_blocks_compiled_one_by_one_share_a_graph():
-    model, ids = llama(3, is_packed=True), torch.arange(2, 14).view(2, 6)
+    model = llama(3, is_packed=True)
+    ids = torch.arange(2, 14).view(2, 6)
     expected = model(ids, use_cache=False).last_hidden_state
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.layers:

@@ -165,7 +165,9 @@ def refused(load, method, mode, **options):
 
 def test_a_refusal_says_what_to_use_instead(load):
     text = refused(load, "HRA", "packed")
-    assert "IA3" in text and "LOHA" not in text and "modules_to_not_convert" in text
+    assert "IA3" in text
+    assert "LOHA" not in text
+    assert "modules_to_not_convert" in text
     assert "LOHA" in refused(load, "SHIRA", "qat")
     assert "computes with the plain weight" in refused(load, "MISS", "qat", init_weights="bat")
 
@@ -242,7 +244,8 @@ def test_the_scheme_is_in_the_adapters_config(base_of, tmp_path, scheme):
     adapter(base_of(scheme), tmp_path)
     assert MXFP4RLConfig.from_dict(saved_scheme(tmp_path)) == scheme
     config = peft.PeftConfig.from_pretrained(tmp_path)
-    assert isinstance(config, MXFP4LoraConfig) and isinstance(config, LoraConfig)
+    assert isinstance(config, MXFP4LoraConfig)
+    assert isinstance(config, LoraConfig)
     assert MXFP4RLConfig.from_dict(config.base_quantization) == scheme
 
 

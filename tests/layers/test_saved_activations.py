@@ -11,7 +11,8 @@ from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig
 
 
 #: Outputs and inputs.
-N, K = 37, 256
+N = 37
+K = 256
 
 
 def kept_bytes(layer: torch.nn.Module, *inputs: torch.Tensor) -> int:

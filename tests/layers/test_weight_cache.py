@@ -63,7 +63,8 @@ def load(layer, **options):
 
 def refill_storage(layer):
     """Free the weight's storage and fill a new one, as sharded engines do."""
-    values, storage = torch.randn(48, 64), layer.weight.untyped_storage()
+    values = torch.randn(48, 64)
+    storage = layer.weight.untyped_storage()
     size = storage.size()
     storage.resize_(0)
     storage.resize_(size)
@@ -149,7 +150,8 @@ def test_changes_within_a_cache_are_noticed_or_seen_after_a_clear(change, form):
 
 def test_freed_memory_is_not_taken_for_the_weight_that_was_there():
     """As of weights with an adapter's part, which are computed in each pass, and may lie where another one did."""
-    layer, memory = make_layer(), bytearray(4 * 48 * 64)
+    layer = make_layer()
+    memory = bytearray(4 * 48 * 64)
     with cached_weights(layer, "dense"), torch.no_grad():
         for value in (1.0, 2.0):
             weight = torch.frombuffer(memory, dtype=torch.float32).view(48, 64)
@@ -160,7 +162,9 @@ def test_freed_memory_is_not_taken_for_the_weight_that_was_there():
 
 def test_a_captured_graph_neither_takes_what_is_kept_nor_leaves_anything(monkeypatch):
     """It is replayed when that is gone, and what it makes has no values before."""
-    weight, cache, made = torch.nn.Parameter(torch.ones(2, 2)), WeightCache(), []
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    cache = WeightCache()
+    made = []
 
     def make(_):
         made.append(torch.tensor(len(made) + 1))
@@ -197,7 +201,8 @@ def test_copies_of_a_layer_do_not_share_what_is_kept():
 
 
 def test_outside_of_a_cache_and_in_that_of_another_model_each_use_quantizes(count):
-    layer, other = make_layer(), make_layer()
+    layer = make_layer()
+    other = make_layer()
     for _ in range(2):
         layer(X)
     assert count() == 2
@@ -217,7 +222,8 @@ def test_each_cache_quantizes_once(count):
 
 
 def test_a_training_pass_on_a_cpu_quantizes_its_weight_once(count):
-    layer, x = make_layer(), X.clone().requires_grad_()
+    layer = make_layer()
+    x = X.clone().requires_grad_()
     layer(x).sum().backward()
     assert count() == 1
     torch.testing.assert_close(x.grad, quantized(layer.weight).sum(0).expand(4, 64))
@@ -238,7 +244,8 @@ def test_a_write_between_forward_and_backward_pass_is_refused():
 def test_one_quantization_per_matrix_of_a_model(form, count):
     model = make_model(layers=2)
     quantize_linears(model, MXFP4RLConfig())
-    ids, cache = torch.arange(2, 8)[None], WeightCache(model, form=form)
+    ids = torch.arange(2, 8)[None]
+    cache = WeightCache(model, form=form)
     with cache.open():
         expected = model.generate(ids, max_new_tokens=4, do_sample=False)
     with cache.open():
@@ -248,7 +255,8 @@ def test_one_quantization_per_matrix_of_a_model(form, count):
 
 
 def test_a_weight_that_dgrad_quantizes_otherwise_is_counted_apart(count):
-    layer, seen = make_layer(preset="w4a4g4"), weight_quantizations()["dgrad"]
+    layer = make_layer(preset="w4a4g4")
+    seen = weight_quantizations()["dgrad"]
     with cached_weights(layer):
         for _ in range(2):
             layer(X.clone().requires_grad_()).sum().backward()
@@ -279,7 +287,8 @@ def test_an_exception_clears_and_closes_it():
 
 def test_other_threads_take_what_is_kept(count):
     """As those that run backward passes on GPUs."""
-    layer, found = make_layer(), []
+    layer = make_layer()
+    found = []
     with cached_weights(layer):
         layer(X)
         worker = threading.Thread(target=lambda: found.append(layer(X)))
@@ -326,7 +335,8 @@ def test_a_cache_gives_its_memory_back_when_it_is_released():
 
 def test_a_backward_pass_after_a_refresh_takes_the_weight_as_it_is():
     """Not half of it: what the forward pass used was written over."""
-    layer, x = make_layer(), X.clone().requires_grad_()
+    layer = make_layer()
+    x = X.clone().requires_grad_()
     cache = WeightCache(layer, form="dense")
     with cache.open():
         y = layer(x)
@@ -356,7 +366,8 @@ def test_codes_of_a_cache_are_those_of_the_weight():
 IDS = tokens(2, 5)
 #: Elements: q, k, v, o and gate, up, down of two layers; the same with experts.
 DENSE = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48)
-ATTENTION, EXPERTS = 2 * (2 * 32 * 32 + 2 * 32 * 16), 2 * 6 * 3 * 32 * 32
+ATTENTION = 2 * (2 * 32 * 32 + 2 * 32 * 16)
+EXPERTS = 2 * 6 * 3 * 32 * 32
 
 
 def quantize_model(model, **options):

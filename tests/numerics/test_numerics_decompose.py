@@ -50,7 +50,9 @@ def test_components_sum_to_the_error_at_any_magnitude(
     torch.manual_seed(5)
     error = fake_quantize(x.float(), **options).double() - x.double()
     for part in (parts.scale_bias, parts.deadzone, parts.grid):
-        assert part.dtype == torch.float64 and part.shape == x.shape and part.isfinite().all()
+        assert part.dtype == torch.float64
+        assert part.shape == x.shape
+        assert part.isfinite().all()
     assert torch.equal(parts.scale_bias + parts.deadzone + parts.grid, error)
     assert torch.equal(parts.total, error)
 
@@ -124,17 +126,24 @@ def test_bad_input():
 def test_zeros_and_exact_input_have_no_ratios():
     zeros = decompose(torch.zeros(2, 40))
     assert not zeros.total.any()
-    assert zeros.deadzone_fraction == 0 and zeros.zero_fraction == 0 and zeros.energy == 0
-    assert math.isnan(zeros.relative_mse) and math.isnan(zeros.sqnr_db)
+    assert zeros.deadzone_fraction == 0
+    assert zeros.zero_fraction == 0
+    assert zeros.energy == 0
+    assert math.isnan(zeros.relative_mse)
+    assert math.isnan(zeros.sqnr_db)
     exact = decompose(torch.tensor([6.0, 4.0, -0.5, 0.0]))
-    assert not exact.total.any() and exact.relative_mse == 0 and exact.sqnr_db == math.inf
-    assert all(math.isnan(value) for value in exact.energy_ratio.values()) and len(exact.energy_ratio) == 3
+    assert not exact.total.any()
+    assert exact.relative_mse == 0
+    assert exact.sqnr_db == math.inf
+    assert all(math.isnan(value) for value in exact.energy_ratio.values())
+    assert len(exact.energy_ratio) == 3
     assert math.isnan(exact.cosine_scale_grid)
 
 
 def test_axis_and_scheme():
     x = gaussian(70, 6, seed=8)
-    by_axis, moved = decompose(x, axis=0, macro_block=32), decompose(x.t().contiguous(), macro_block=32)
+    by_axis = decompose(x, axis=0, macro_block=32)
+    moved = decompose(x.t().contiguous(), macro_block=32)
     for name in ("scale_bias", "deadzone", "grid"):
         assert torch.equal(getattr(by_axis, name), getattr(moved, name).t())
     scheme = QuantScheme("even", 64, "static", 0.5, "nearest", 32)

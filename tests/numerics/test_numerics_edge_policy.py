@@ -46,7 +46,8 @@ def test_one_bad_element_poisons_its_own_block_only(scheme):
     blocks[rows, position // 32] = True
     poisoned = blocks.repeat_interleave(32, dim=1)[:, :170]
 
-    packed, values = quantize(x, **scheme), fake_quantize(x, **scheme)
+    packed = quantize(x, **scheme)
+    values = fake_quantize(x, **scheme)
     for out in (values, packed.dequantize(), packed.dequantize(torch.float64)):
         assert torch.equal(out.isnan(), poisoned)
         assert not out.isinf().any()
@@ -79,7 +80,8 @@ def test_empty_tensors(scheme):
         x = torch.empty(shape, dtype=torch.bfloat16)
         for axis in (0, -1):
             for out in (fake_quantize(x, axis=axis, **scheme), quantize(x, axis=axis, **scheme).dequantize()):
-                assert out.shape == x.shape and out.dtype == x.dtype
+                assert out.shape == x.shape
+                assert out.dtype == x.dtype
 
 
 @every_scheme

@@ -30,7 +30,8 @@ CODE_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 def test_each_code_is_decoded_and_encoded_again_without_the_sign_of_zero():
     values = numerics.decode_e2m1(torch.arange(16, dtype=torch.uint8))
-    assert values.dtype == torch.float32 and values.tolist() == CODE_VALUES
+    assert values.dtype == torch.float32
+    assert values.tolist() == CODE_VALUES
     assert torch.signbit(values).tolist() == [code >= 8 for code in range(16)]
     theirs = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
     assert values.tolist() == theirs.astype(np.float32).tolist()
@@ -51,7 +52,8 @@ def test_rounding_matches_ml_dtypes_everywhere():
     sweep = np.arange(-6 * 256, 6 * 256 + 1, dtype=np.float32) / 256
     random = (rng.choice([-1.0, 1.0], 50_000) * 2.0 ** rng.uniform(-12, 2.5, 50_000)).astype(np.float32)
     inner = sweep[1:-1]
-    below, above = np.nextafter(sweep, np.float32(0)), np.nextafter(inner, 8 * np.sign(inner))
+    below = np.nextafter(sweep, np.float32(0))
+    above = np.nextafter(inner, 8 * np.sign(inner))
     values = np.concatenate([sweep, below, above, random])
     expected = values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     np.testing.assert_array_equal(round_nearest(values).numpy(), expected)
@@ -136,18 +138,21 @@ def test_e4m3_literals(row, expected):
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.tensor([row], dtype=torch.float64).to(dtype)
         if x.double().tolist() == [row]:
-            assert fake_quantize_e4m3(x).tolist() == [expected] and fake_quantize_e4m3(x).dtype == dtype
+            assert fake_quantize_e4m3(x).tolist() == [expected]
+            assert fake_quantize_e4m3(x).dtype == dtype
 
 
 def test_edges_of_e4m3():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         largest = torch.finfo(dtype).max
         values = fake_quantize_e4m3(torch.tensor([[largest, -largest, 1.0]], dtype=dtype))
-        assert values.isfinite().all() and values[0, 0] > 0.9 * min(largest, torch.finfo(torch.float32).max)
+        assert values.isfinite().all()
+        assert values[0, 0] > 0.9 * min(largest, torch.finfo(torch.float32).max)
     x = torch.ones(3, 4)
     x[0, 1], x[2, 3] = torch.nan, torch.inf
     values = fake_quantize_e4m3(x)
-    assert values[[0, 2]].isnan().all() and torch.equal(values[1], torch.ones(4))
+    assert values[[0, 2]].isnan().all()
+    assert torch.equal(values[1], torch.ones(4))
     for shape in ((0, 5), (5, 0)):
         assert fake_quantize_e4m3(torch.zeros(shape)).shape == shape
     assert fake_quantize_e4m3(torch.ones(3)).tolist() == [1.0] * 3
@@ -163,12 +168,16 @@ def test_literal_blocks_of_mxfp8():
     x[0, 64:66] = torch.tensor([-448.0, 19.0])
     x[1, 3], x[1, 40] = math.nan, -math.inf
     elements, byte = numerics.quantize_mxfp8(x)
-    assert byte.tolist() == [[120, 121, 127], [255, 255, 1]] and elements.shape == x.shape
+    assert byte.tolist() == [[120, 121, 127], [255, 255, 1]]
+    assert elements.shape == x.shape
     assert elements[0, :4].tolist() == [448.0, -128.0, 2.0**-9, 0.0]
-    assert elements[0, 32:34].tolist() == [224.0, -0.625] and elements[0, 64:66].tolist() == [-448.0, 20.0]
+    assert elements[0, 32:34].tolist() == [224.0, -0.625]
+    assert elements[0, 64:66].tolist() == [-448.0, 20.0]
     values = numerics.dequantize_mxfp8(elements, byte, torch.bfloat16)
-    assert values.dtype == torch.bfloat16 and values[0, [0, 2, 32, 65]].tolist() == [3.5, 2.0**-16, 3.5, 20.0]
-    assert values[1, :64].isnan().all() and not values[1, 64:].any()
+    assert values.dtype == torch.bfloat16
+    assert values[0, [0, 2, 32, 65]].tolist() == [3.5, 2.0**-16, 3.5, 20.0]
+    assert values[1, :64].isnan().all()
+    assert not values[1, 64:].any()
     for shape in ((0, 5), (5, 0), (3,)):
         assert numerics.quantize_mxfp8(torch.zeros(shape))[1].shape == (*shape[:-1], -(-shape[-1] // 32))
 
@@ -211,7 +220,8 @@ def test_every_pair_in_a_narrow_dtype_is_rounded_once_and_saturates(dtype):
     values = packed.dequantize(dtype)
     assert values.dtype == dtype
     assert torch.equal(values[:255], exact[:255].clamp(-largest, largest).to(dtype))
-    assert values[:255].isfinite().all() and values[255].isnan().all()
+    assert values[:255].isfinite().all()
+    assert values[255].isnan().all()
 
 
 def test_literal_bytes():
@@ -294,7 +304,8 @@ def test_codes_and_scales_are_those_of_torchao(dtype):
     codes, scale, tensor_scale = quantize_nvfp4(x)
     factor = theirs.per_tensor_amax_to_scale(x.abs().max())
     their_scale, their_codes = theirs.nvfp4_quantize(x, 16, factor)
-    assert torch.equal(tensor_scale[0], factor) and scale.float().min() > 2.0**-6
+    assert torch.equal(tensor_scale[0], factor)
+    assert scale.float().min() > 2.0**-6
     assert torch.equal(scale.view(torch.uint8), their_scale.view(torch.uint8))
     assert torch.equal(positive_zero(codes, 512), positive_zero(their_codes, 512))
     values = theirs.NVFP4Tensor(codes, scale, 16, dtype, per_tensor_scale=factor).dequantize(dtype)
@@ -309,7 +320,8 @@ def test_scales_are_those_of_compressed_tensors():
     options = {"num_bits": 4, "type": "float", "symmetric": True, "scale_dtype": torch.float8_e4m3fn}
     args = quantization.QuantizationArgs(strategy="group", group_size=16, **options)
     x = spread()
-    groups, divisor = x.unflatten(1, (-1, 16)), generate_gparam(x.min(), x.max())
+    groups = x.unflatten(1, (-1, 16))
+    divisor = generate_gparam(x.min(), x.max())
     theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, divisor)
     assert torch.equal(theirs, quantize_nvfp4(x)[1].float())
     torch.testing.assert_close(1 / divisor, numerics.nvfp4_tensor_scale(x))
@@ -322,8 +334,10 @@ def test_literal():
     x[0, 16:19] = torch.tensor([7.0, -5.7, 0.28])
     x[0, 32] = 2.0**-9
     codes, scale, tensor_scale = quantize_nvfp4(x)
-    assert tensor_scale.tolist() == [1.0] and scale.tolist() == [[448.0, 1.125, 2.0**-9, 1.0]]
-    assert codes[0, [0, 1, 8, 9, 16]].tolist() == [0x07, 0x00, 0xF7, 0x00, 0x02] and codes.shape == (1, 25)
+    assert tensor_scale.tolist() == [1.0]
+    assert scale.tolist() == [[448.0, 1.125, 2.0**-9, 1.0]]
+    assert codes[0, [0, 1, 8, 9, 16]].tolist() == [0x07, 0x00, 0xF7, 0x00, 0x02]
+    assert codes.shape == (1, 25)
     values = fake_quantize_nvfp4(x)
     # 7 / 1.125 saturates at 6, 5.7 / 1.125 rounds to 6 and .28 / 1.125 to 0; -112 / 448 is a tie and becomes 0.
     assert values[0, [0, 1, 2, 16, 17, 18, 32]].tolist() == [2688.0, 0.0, 0.0, 6.75, -6.75, 0.0, 2.0**-9]
@@ -377,16 +391,20 @@ def test_nvfp4_of_no_rows_and_of_integers():
 def test_errors_are_decomposed_in_groups_of_sixteen_under_one_tensor_scale():
     x = spread(rows=300, columns=520)
     error = (fake_quantize_nvfp4(x) - x).double()
-    parts, found = numerics.decompose_scheme(x, NVFP4), error_statistics(x, NVFP4)
-    assert torch.equal(parts.total, error) and parts.scale_ratio.numel() == 300 * 33
+    parts = numerics.decompose_scheme(x, NVFP4)
+    found = error_statistics(x, NVFP4)
+    assert torch.equal(parts.total, error)
+    assert parts.scale_ratio.numel() == 300 * 33
     assert 0.94 < parts.scale_ratio.min() and parts.scale_ratio.max() < 1.07  # E4M3 rounds by at most 1 / 16
     assert found.relative_mse == pytest.approx(float(error.square().sum() / x.double().square().sum()), rel=1e-9)
-    assert found.blocks == 300 * 33 and found.deadzone == pytest.approx(float(parts.deadzone.square().sum()))
+    assert found.blocks == 300 * 33
+    assert found.deadzone == pytest.approx(float(parts.deadzone.square().sum()))
     assert found.total == pytest.approx(error_statistics(x.t().contiguous(), NVFP4, axis=0).total)
 
 
 def test_the_text():
-    assert numerics.parse_scheme("nvfp4") is NVFP4 and str(NVFP4) == "nvfp4"
+    assert numerics.parse_scheme("nvfp4") is NVFP4
+    assert str(NVFP4) == "nvfp4"
     with pytest.raises(ValueError, match=r"'nvfp4\+of1': 'nvfp4' has no options"):
         numerics.parse_scheme("nvfp4+of1")
     with pytest.raises(ValueError, match="did you mean 'nvfp4'"):

@@ -116,9 +116,11 @@ def test_outlier_fallback(alpha, expected):
     # Pass 1 at scale 1: 5 -> 4, 0.3 -> 0.5. Pass 2 at scale 1/4: 1 -> 4/4, -0.2 -> -1/4.
     x = block(5.0, 0.3)
     packed = quantize(x, outlier_fallback=alpha)
-    assert packed.scale.tolist() == [127] and packed.codes[0] == 0x16
+    assert packed.scale.tolist() == [127]
+    assert packed.codes[0] == 0x16
     if alpha is not None:
-        assert packed.residual_scale.tolist() == [125] and packed.residual_codes[0] == 0xA6
+        assert packed.residual_scale.tolist() == [125]
+        assert packed.residual_codes[0] == 0xA6
     assert fake_quantize(x, outlier_fallback=alpha)[:2].tolist() == expected
 
 
@@ -126,7 +128,8 @@ def test_outlier_fallback_shares_the_macro_factor():
     # f = 1.5: z = 6, 4.5; pass 1 keeps 6 and makes 4; the residual 0.5 is a grid point of pass 2 at 2**-3.
     packed = quantize(block(4.0, 3.0), macro_block=128, outlier_fallback=1.0)
     assert packed.macro.tolist() == [128]
-    assert packed.residual_scale.tolist() == [124] and packed.residual_codes[0] == 0x60
+    assert packed.residual_scale.tolist() == [124]
+    assert packed.residual_codes[0] == 0x60
     assert packed.dequantize()[:2].tolist() == [4.0, 3.0]
 
 
@@ -175,12 +178,14 @@ def test_literal_three_levels():
     assert quantize(x, scale_rule="even", **BLOCKWISE).macro.tolist() == [0b01_10_11_11]
     options = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
     packed = quantize(x, **options)
-    assert packed.macro.tolist() == [0b01_10_00_01] and packed.scale.tolist() == [128, 128, 127, 127]
+    assert packed.macro.tolist() == [0b01_10_00_01]
+    assert packed.scale.tolist() == [128, 128, 127, 127]
     expected = x.clone()
     expected[:32] = torch.tensor([1.25, -1.25, 2.5, -3.75, 5.0, -7.5, 10.0, 0.0]).repeat(4)
     expected[32:64] = 1.0
     expected[32] = 12.0
-    assert torch.equal(packed.dequantize(), expected) and torch.equal(fake_quantize(x, **options), expected)
+    assert torch.equal(packed.dequantize(), expected)
+    assert torch.equal(fake_quantize(x, **options), expected)
 
 
 @pytest.mark.parametrize("rule", RULES)

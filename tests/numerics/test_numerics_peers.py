@@ -139,7 +139,8 @@ def test_mxfp8_is_that_of_torchao(x):
     found, scale = quantize_mxfp8(x)
     # torchao has scale byte 0 for smaller blocks, and takes their elements for zeros.
     compared = x.float().unflatten(-1, (-1, 32)).abs().amax(-1) >= 2.0**-117
-    assert compared.sum() > 100 and torch.equal(scale[compared], byte.view(torch.uint8)[compared])
+    assert compared.sum() > 100
+    assert torch.equal(scale[compared], byte.view(torch.uint8)[compared])
     pairs = (found.float(), elements.float()), (dequantize_mxfp8(found, scale, x.dtype), values)
     for ours, theirs in pairs:
         assert torch.equal(ours.unflatten(-1, (-1, 32))[compared], theirs.unflatten(-1, (-1, 32))[compared])
@@ -155,7 +156,8 @@ def test_elements_are_those_of_ml_dtypes_at_our_scale(x):
 
 
 #: Seeds of the samples, and the size of each.
-PORTIONS, LARGE = range(0, 24, 10), (256, 4096)
+PORTIONS = range(0, 24, 10)
+LARGE = (256, 4096)
 
 
 def rounds_down(x: torch.Tensor) -> torch.Tensor:

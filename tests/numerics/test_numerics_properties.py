@@ -36,7 +36,8 @@ def tensors(draw, dtypes=tuple(NARROW), lowest=-149, highest=127, widest=60, spe
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     shape = (*draw(st.lists(st.integers(1, 3), max_size=2)), draw(st.integers(1, 140)))
     dtype = draw(st.sampled_from(dtypes))
-    centre, spread = draw(st.integers(lowest, highest)), draw(st.integers(0, widest))
+    centre = draw(st.integers(lowest, highest))
+    spread = draw(st.integers(0, widest))
     exponent = centre - (torch.rand(shape, generator=generator) * spread).floor()
     if draw(st.booleans()):  # few mantissa bits: ties and equal elements
         mantissa = 1 + torch.randint(0, 8, shape, generator=generator) / 8
@@ -83,8 +84,10 @@ def test_packed_and_fake_quantized_values_agree(x, scheme, rounding, block_rows,
     axis = data.draw(st.integers(-x.dim(), x.dim() - 1))
     options = {**scheme, "rounding": rounding, "axis": axis, "block_rows": block_rows if x.dim() > 1 else 1}
     options["seed"] = 1 if rounding == "stochastic" else None
-    packed, values = quantize(x, **options), fake_quantize(x, **options)
-    assert values.shape == x.shape and values.dtype == x.dtype
+    packed = quantize(x, **options)
+    values = fake_quantize(x, **options)
+    assert values.shape == x.shape
+    assert values.dtype == x.dtype
     assert same(packed.dequantize(), values)
     assert values.isnan().any() == (not x.isfinite().all())
     assert not values.isinf().any()
@@ -103,14 +106,17 @@ def test_quantizing_twice_changes_nothing(x, rule):
 @given(x=tensors(lowest=-100, highest=120))
 def test_mxfp8_is_e4m3_of_ml_dtypes_at_the_smallest_scale_that_clips_nothing(x):
     elements, byte = quantize_mxfp8(x)
-    scale, blocks = decode_e8m0(byte, torch.float64).unsqueeze(-1), in_blocks(x)
+    scale = decode_e8m0(byte, torch.float64).unsqueeze(-1)
+    blocks = in_blocks(x)
     amax = blocks.abs().amax(-1, keepdim=True)
-    assert (amax <= 448 * scale).all() and ((amax > 224 * scale) | (amax == 0)).all()
+    assert (amax <= 448 * scale).all()
+    assert ((amax > 224 * scale) | (amax == 0)).all()
     expected = (blocks / scale).float().numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     found = in_blocks(elements.double())
     np.testing.assert_array_equal(found.numpy(), expected)
     values = dequantize_mxfp8(elements, byte, x.dtype)
-    assert values.dtype == x.dtype and torch.equal(in_blocks(values), (found * scale).to(x.dtype).double())
+    assert values.dtype == x.dtype
+    assert torch.equal(in_blocks(values), (found * scale).to(x.dtype).double())
 
 
 @settings(properties, max_examples=60)

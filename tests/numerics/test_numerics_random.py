@@ -69,11 +69,17 @@ def test_probability_is_the_distance_to_the_other_neighbour():
 
 def philox(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
     """Philox4x32-10 in Python's integers, as Random123's `philox.h` states it."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
+    (c0, c1, c2, c3) = counter
+    (k0, k1) = key
     for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second & WORD, (first >> 32) ^ c3 ^ k1, first & WORD
-        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+        first = 0xD2511F53 * c0
+        second = 0xCD9E8D57 * c2
+        c0 = (second >> 32) ^ c1 ^ k0
+        c1 = second & WORD
+        c2 = (first >> 32) ^ c3 ^ k1
+        c3 = first & WORD
+        k0 = (k0 + 0x9E3779B9) & WORD
+        k1 = (k1 + 0xBB67AE85) & WORD
     return [c0, c1, c2, c3]
 
 
@@ -102,7 +108,8 @@ SCHEMES += ["even+mbs128-blockwise", "floor+mbsrow+of0.5"]
 
 @pytest.mark.parametrize("text", SCHEMES)
 def test_codes_give_the_values_and_a_seed_repeats(text):
-    x, scheme = gaussian(35, 70, seed=0), numerics.parse_scheme(f"{text}+stochastic")
+    x = gaussian(35, 70, seed=0)
+    scheme = numerics.parse_scheme(f"{text}+stochastic")
     for axis in (0, -1):
         values = apply_scheme(x, scheme, axis=axis, seed=9)
         assert torch.equal(values, apply_scheme(x, scheme, axis=axis, seed=9))
@@ -163,7 +170,8 @@ def test_unrotate_is_the_inverse_of_rotate(signs):
 def test_rotations_along_any_axis_and_dtype(dtype):
     x = gaussian(32, 5, 3, dtype=torch.float64).to(dtype)
     along_first = rotate(x, 32, axis=0)
-    assert along_first.dtype == dtype and along_first.shape == x.shape
+    assert along_first.dtype == dtype
+    assert along_first.shape == x.shape
     assert torch.equal(along_first, rotate(x.movedim(0, -1), 32).movedim(-1, 0))
 
 

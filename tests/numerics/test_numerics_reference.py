@@ -103,7 +103,8 @@ class Reference:
 
     def __init__(self, x, rule, macro_block, search, alpha, block_rows):
         n, k = x.shape
-        self.rule, self.alpha = rule, alpha
+        self.rule = rule
+        self.alpha = alpha
         per_factor = {None: 1, "row": -(-k // 32)}.get(macro_block) or macro_block // 32
         self.blocks, self.macros = [], np.zeros((n, -(-k // (32 * per_factor))), np.int64)
         for top in range(0, n, block_rows):
@@ -181,7 +182,8 @@ class Reference:
 def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1):
     """``x`` is [rows, K]."""
     scheme = vars(QuantScheme(rule, *macro, alpha, "nearest", block_rows))
-    packed, values = quantize(x, **scheme), fake_quantize(x, **scheme)
+    packed = quantize(x, **scheme)
+    values = fake_quantize(x, **scheme)
     n, k = x.shape
     expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows)
     assert packed.scale.tolist() == expected.bytes_per_row((n, k), "byte").tolist()

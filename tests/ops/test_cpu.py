@@ -61,7 +61,8 @@ def test_bits_of_the_reference(rule, macro, alpha, dtype):
     for columns in (1, 33, 128, 300):
         x = special_values(dtype, columns)
         assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
-        packed, expected = cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme))
+        packed = cpu.quantize(x, scheme, 1)
+        expected = numerics.quantize(x, **vars(scheme))
         assert_same(packed.parts, expected.parts)
         assert (packed.length, packed.axis, packed.scheme, packed.dtype) == (columns, 1, scheme, dtype)
         for out in DTYPES:
@@ -96,7 +97,9 @@ def test_the_callers_default_dtype_and_device_change_nothing(dtype):
         torch.nn.Linear(256, 64), hf_mxfp4.MXFP4RLConfig(mode="packed")
     )
     x = torch.randn(64, 256)
-    packed, y, signs = hf_mxfp4.quantize(x), layer(x), numerics.random_signs(16, 3)
+    packed = hf_mxfp4.quantize(x)
+    y = layer(x)
+    signs = numerics.random_signs(16, 3)
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype)
@@ -104,7 +107,8 @@ def test_the_callers_default_dtype_and_device_change_nothing(dtype):
             assert cpu.library_problem.__wrapped__() is None
             assert_same(hf_mxfp4.quantize(x).parts, packed.parts)
             assert torch.equal(packed.dequantize(torch.float32).square(), hf_mxfp4.fake_quantize(x).square())
-            assert torch.equal(layer(x), y) and torch.equal(numerics.random_signs(16, 3), signs)
+            assert torch.equal(layer(x), y)
+            assert torch.equal(numerics.random_signs(16, 3), signs)
     finally:
         torch.set_default_dtype(before)
 
@@ -125,7 +129,8 @@ def test_the_threads_are_those_that_torch_has(monkeypatch):
     """No second OpenMP is loaded, and no more threads run than torch was told to use."""
     path = Path(library.load()[0]._name)
     assert not path.exists() or b"libgomp" not in path.read_bytes()
-    x, asked = torch.randn(64, 40_000), []
+    x = torch.randn(64, 40_000)
+    asked = []
     function = library.load()[0].mxfp4_quantize
     monkeypatch.setattr(library.load()[0], "mxfp4_quantize", lambda *a: asked.append(a[5]) or function(*a))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
@@ -160,7 +165,8 @@ def test_rotations_have_the_bits_of_the_reference(size, dtype, monkeypatch):
     monkeypatch.setattr(library, "_WORTH_A_THREAD", 64)
     x = special_values(dtype, 384)
     expected = numerics.rotate(x.float(), size)
-    assert expected.isnan().any() and expected.isinf().any()
+    assert expected.isnan().any()
+    assert expected.isinf().any()
     assert_same_bits(library.rotate(x, size), expected)
     assert_same_bits(library.rotate(x.t().contiguous().t(), size), expected)
     assert_same_bits(library.rotate(x[:, 128:256], size), expected[:, 128:256])
@@ -176,7 +182,8 @@ def test_rotations_of_other_lengths_are_padded_and_signs_and_gradients_are_eager
         assert_same_bits(rotate_rows(x, 64, backend), numerics.rotate(padded, 64))
     signs = numerics.random_signs(128, seed=1)
     assert_same_bits(rotate_rows(x, 64, signs=signs), numerics.rotate(padded, 64, signs=signs))
-    wide, grad = torch.randn(2, 64, requires_grad=True), torch.randn(2, 64)
+    wide = torch.randn(2, 64, requires_grad=True)
+    grad = torch.randn(2, 64)
     rotate_rows(wide, 64).backward(grad)
     torch.testing.assert_close(wide.grad, numerics.unrotate(grad, 64))
 
@@ -185,8 +192,10 @@ def test_the_public_functions_run_on_the_fused_backend(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the eager reference was called")
 
-    x, strided = torch.randn(4, 64), torch.randn(96, 140)[:, ::2]
-    expected, by_axis = numerics.fake_quantize(x), numerics.fake_quantize(strided, axis=0)
+    x = torch.randn(4, 64)
+    strided = torch.randn(96, 140)[:, ::2]
+    expected = numerics.fake_quantize(x)
+    by_axis = numerics.fake_quantize(strided, axis=0)
     monkeypatch.setattr(numerics, "quantize", refuse)
     monkeypatch.setattr("hf_mxfp4.ops.quantization.apply_scheme", refuse)
     monkeypatch.setattr(numerics.MXFP4Tensor, "_values", refuse)
@@ -219,7 +228,8 @@ NOT_PLAIN = {
 
 @pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_tensors_whose_memory_says_something_else(make):
-    x, scheme = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)), QuantScheme("rceil", 32)
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    scheme = QuantScheme("rceil", 32)
     plain = make(x) + 0.0
     expected = numerics.apply_scheme(plain, scheme)
     for quantize in (

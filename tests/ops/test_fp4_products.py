@@ -28,28 +28,42 @@ PLAIN = {"scale_rule": "rceil", "macro_block": None}
 #: Options of a layer whose product is one of MXFP8 and codes.
 MXFP8 = {"preset": "w4a8", "fprop": {"x": "mxfp8"}}
 #: Tokens (more than are decoded), outputs and inputs.
-M, N, K = 300, 48, 160
+M = 300
+N = 48
+K = 160
 
 
 def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *, output_dtype):
     """What `torch.nn.functional.scaled_mm` says it does, and refuses: ``a [M, K/2]``, ``b [K/2, N]`` column-major, of
     MXFP8 with K for K/2."""
-    k, n = a.shape[1] * (1 if a.dtype == torch.float8_e4m3fn else 2), b.shape[1]
-    assert a.is_contiguous() and b.t().is_contiguous() and k % 32 == 0 and n % 16 == 0
-    assert output_dtype == torch.bfloat16 and (recipe_a, swizzle_a) == (recipe_b, swizzle_b)
+    k = a.shape[1] * (1 if a.dtype == torch.float8_e4m3fn else 2)
+    n = b.shape[1]
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert k % 32 == 0
+    assert n % 16 == 0
+    assert output_dtype == torch.bfloat16
+    assert (recipe_a, swizzle_a) == (recipe_b, swizzle_b)
 
     def values(elements, scale):
         assert elements.dtype == a.dtype
-        size, dtype, factor = 32, torch.float8_e8m0fnu, 1.0
+        size = 32
+        dtype = torch.float8_e8m0fnu
+        factor = 1.0
         if isinstance(scale, list):
             assert recipe_a == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
             assert swizzle_a == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-            size, dtype, (scale, factor) = 16, torch.float8_e4m3fn, scale
-            assert factor.dtype == torch.float32 and factor.numel() == 1
+            size = 16
+            dtype = torch.float8_e4m3fn
+            (scale, factor) = scale
+            assert factor.dtype == torch.float32
+            assert factor.numel() == 1
         else:
             assert (recipe_a, swizzle_a) == (ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4)
-        rows, blocks = elements.shape[0], k // size
-        assert scale.dtype == dtype and scale.numel() == -(-rows // 128) * 128 * (-(-blocks // 4) * 4)
+        rows = elements.shape[0]
+        blocks = k // size
+        assert scale.dtype == dtype
+        assert scale.numel() == -(-rows // 128) * 128 * (-(-blocks // 4) * 4)
         scale = from_blocked(scale.view(torch.uint8), rows, blocks).view(dtype).double()
         if elements.dtype == torch.float8_e4m3fn:
             return elements.double() * scale.repeat_interleave(size, dim=1)
@@ -96,7 +110,8 @@ def test_scales_of_literal_blocks():
     packed = quantize(torch.ones(1, 11 * 32), **MANTISSAS)
     made = to_fp4(replace(packed, scale=byte, macro=macro), "nvfp4")
     scale = from_blocked(made.scale.view(torch.uint8), 1, 22).view(torch.float8_e4m3fn).float()[0, ::2]
-    assert made.factor.tolist() == [[2.0**-8]] and made.misfits == 0
+    assert made.factor.tolist() == [[2.0**-8]]
+    assert made.misfits == 0
     assert scale[:-1].tolist() == [448, 384, 256, 0.0546875, 0.02734375, 2**-6, 0.01171875, 2**-7, 2**-9, 0]
     assert scale[-1].isnan()
 
@@ -112,7 +127,8 @@ def test_which_scales_fit(exponent, mantissa, fits):
     assert [to_fp4(packed, "nvfp4", by_rows).misfits.item() for by_rows in (False, True)] == [not fits, not fits]
     packed.scale[1] = 127 + exponent  # the second row alone is small
     made = to_fp4(packed, "nvfp4", by_rows=True)
-    assert made.misfits == 0 and made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
+    assert made.misfits == 0
+    assert made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
 
 
 def test_factors_and_their_reciprocals_are_normal():
@@ -123,10 +139,12 @@ def test_factors_and_their_reciprocals_are_normal():
 
 @pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
 def test_an_nvfp4_operand_is_what_the_export_writes(options):
-    packed, nvfp4 = quantize(matrix(130, K), **options), FORMATS["nvfp4"]
+    packed = quantize(matrix(130, K), **options)
+    nvfp4 = FORMATS["nvfp4"]
     parts = {"weight": packed.codes, "weight_scale": packed.scale, "weight_macro": packed.macro}
     parts = {name: part for name, part in parts.items() if part is not None}
-    expected, found = nvfp4.encode(parts, nvfp4.top_exponent(parts)), to_fp4(packed, "nvfp4")
+    expected = nvfp4.encode(parts, nvfp4.top_exponent(parts))
+    found = to_fp4(packed, "nvfp4")
     assert torch.equal(found.elements.view(torch.uint8), expected["weight"])
     assert torch.equal(found.scale.view(torch.uint8), to_blocked(expected["weight_scale"].view(torch.uint8)))
     assert 1 / found.factor.item() == expected["weight_global_scale"].item()
@@ -135,7 +153,8 @@ def test_an_nvfp4_operand_is_what_the_export_writes(options):
 @pytest.mark.parametrize(("recipe", "by_rows"), [("mxfp4", False), ("nvfp4", False), ("nvfp4", True)])
 def test_a_product_of_codes_is_that_of_the_values(blackwell, recipe, by_rows):
     options = PLAIN if recipe == "mxfp4" else MANTISSAS
-    a, b = quantize(matrix(M, K), **options), quantize(matrix(N, K, seed=1), **options)
+    a = quantize(matrix(M, K), **options)
+    b = quantize(matrix(N, K, seed=1), **options)
     found = fp4.fp4_product(to_fp4(a, recipe, by_rows), to_fp4(b, recipe))
     expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
     assert torch.equal(found, expected.bfloat16())
@@ -153,7 +172,8 @@ def test_torch_accepts_the_operands():
 
 @pytest.mark.parametrize("options", [PLAIN, {**MANTISSAS, "macro_search": "block_mantissas_fp8"}], ids=["plain", "3"])
 def test_a_weight_in_mxfp8_has_the_values_of_its_codes(blackwell, options):
-    weight, x = quantize(matrix(N, K, seed=1), **options), numerics.quantize_mxfp8(matrix(M, K))
+    weight = quantize(matrix(N, K, seed=1), **options)
+    x = numerics.quantize_mxfp8(matrix(M, K))
     found = fp4.fp4_product(to_fp4(x, "mxfp8"), to_fp4(weight, "mxfp8"))
     expected = numerics.dequantize_mxfp8(*x, torch.float64) @ weight.dequantize(torch.float64).t()
     assert torch.equal(found, expected.bfloat16())
@@ -216,7 +236,8 @@ def test_layers_multiply_mxfp8_inputs_with_codes(blackwell, options, product):
 
 @pytest.mark.parametrize(("options", "name"), [({}, "fp4"), (PLAIN, "fp4"), (MXFP8, "mxfp8")], ids=str)
 def test_packed_layers_multiply_their_codes(blackwell, options, name):
-    x, trained = matrix(M, K), layer(**options)
+    x = matrix(M, K)
+    trained = layer(**options)
     packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "layer")
     expected = copy.deepcopy(packed)(x)
     blackwell("sm_100")
@@ -274,7 +295,8 @@ def test_nan_and_infinite_inputs_are_nan_rows(blackwell, options):
 
 def test_a_weight_is_converted_once_in_a_scope_and_products_without_gradients_are_the_same(blackwell):
     blackwell("sm_100")
-    trained, x = layer(), matrix(M, K)
+    trained = layer()
+    x = matrix(M, K)
     y = trained(x).detach()
     before = ops.weight_quantizations()["fprop"]
     with cached_weights(trained), torch.no_grad():

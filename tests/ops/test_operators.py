@@ -83,8 +83,10 @@ def test_errors_are_those_of_the_functions():
 def test_the_trainable_linear_operator(preset, shape):
     layer = MXFP4Linear(70, 40, config=MXFP4RLConfig(preset=preset))
     x = torch.randn(shape, requires_grad=True)
-    spec, layer_id = layer.state.spec, layer.state.layer_id
-    kept, has_step = what_is_saved(spec, x.dtype, x.dtype), preset == "w4a8g8"
+    spec = layer.state.spec
+    layer_id = layer.state.layer_id
+    kept = what_is_saved(spec, x.dtype, x.dtype)
+    has_step = preset == "w4a8g8"
     arguments = None, layer_id, x.dtype, kept, 70, has_step, False, True
     opcheck(OPS.quantized_linear.default, (x, layer.weight, layer.bias, *arguments))
     out, tensors = OPS.quantized_linear(x, layer.weight, None, *arguments)
@@ -131,7 +133,8 @@ def test_numbers_stay_on_the_cpu_and_out_of_the_state():
 
 
 STATIC = QuantScheme("rceil", 128, "static", 0.5)
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
+BF16 = torch.bfloat16
 #: Device, dtype, scheme and backend that is asked for; the backend that is found, and words of why it cannot.
 CHOICES = [
     ("cpu", F32, STATIC, "auto", "cpu", None),

@@ -22,7 +22,8 @@ def state_of(inputs) -> GemmState:
     return GemmState(GemmSpec(LinearScheme(GemmScheme(inputs, QuantScheme()))), [LayerRng(0, "layer")])
 
 
-STATE, WEIGHT_ONLY = state_of(QuantScheme()), state_of(FULL)
+STATE = state_of(QuantScheme())
+WEIGHT_ONLY = state_of(FULL)
 
 
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +55,8 @@ def test_no_gradient_where_none_is_needed(frozen):
 
 
 def test_backward_survives_a_weight_whose_storage_was_freed_in_between():
-    x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
+    x = integers(3, 6).requires_grad_()
+    weight = integers(5, 6, seed=1).requires_grad_()
     y = quantized_linear(x, weight, None, WEIGHT_ONLY)
     kept = weight.data
     weight.data = torch.empty(0)
@@ -64,7 +66,8 @@ def test_backward_survives_a_weight_whose_storage_was_freed_in_between():
 
 
 def test_there_is_no_second_derivative():
-    x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
+    x = integers(3, 6).requires_grad_()
+    weight = integers(5, 6, seed=1).requires_grad_()
     (grad,) = torch.autograd.grad(quantized_linear(x, weight, None, STATE).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
@@ -74,7 +77,9 @@ def test_there_is_no_second_derivative():
 
 
 COUNTS = (5, 0, 33, 2)
-E, N, K = 4, 48, 40
+E = 4
+N = 48
+K = 40
 SCHEMES = some(
     CONFIGS, "default", "w4a16", "w4a4", "w4a8g8", "fp8 gradients", "w4a4g4", "paper_a", "paper_b", "plain tiles",
     "full", "rotated, own wgrad", "random", "random wgrad",
@@ -173,7 +178,8 @@ def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
 def grouped_mm_of_cuda(a, b, *, offs):
     """`torch.nn.functional.grouped_mm`, with what CUDA's kernel asserts (`prepare_grouped_gemm_data` of PyTorch) and
     the one for CPUs does not: where groups begin within a row, they begin at multiples of 16 bytes."""
-    counts, align = offs.diff(prepend=offs.new_zeros(1))[:-1], 16 // a.element_size()
+    counts = offs.diff(prepend=offs.new_zeros(1))[:-1]
+    align = 16 // a.element_size()
     for operand, tokens in ((a, 1), (b, 0)) if b.dim() == 2 else ((a, 0),):
         assert operand.stride(tokens) != 1 or not (counts % align).any()
     return torch._grouped_mm(a, b, offs=offs)
@@ -198,7 +204,9 @@ def test_a_frozen_weight_keeps_no_input_and_gets_no_gradient():
     out = quantized_linear(x, weight, bias, states()[0], Groups(COUNTS))
     assert x.shape not in [tensor.shape for tensor in out.grad_fn.saved_tensors]
     out.backward(grad)
-    assert weight.grad is None and x.grad.abs().sum() > 0 and bias.grad.abs().sum() > 0
+    assert weight.grad is None
+    assert x.grad.abs().sum() > 0
+    assert bias.grad.abs().sum() > 0
 
 
 def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
@@ -218,7 +226,8 @@ def test_packed_weights_are_dequantized_for_experts_with_rows_alone_or_read_as_c
     x, weight, bias, grad = tensors()
     config = MXFP4RLConfig(mode="packed", preset="w4a8", backend=backend)
     packed = mxfp4_quantize(weight.detach(), **vars(config.weight_scheme))
-    dequantized, dequantize = [], backends.dequantize
+    dequantized = []
+    dequantize = backends.dequantize
 
     def noted(tensor, *args):
         expert = (tensor.codes.data_ptr() - packed.codes.data_ptr()) // packed.codes[0].numel()
@@ -287,14 +296,16 @@ def test_rounded_values_are_counted_in_memory_that_stays(monkeypatch):
         assert ops.matmul_counts()["inexact_elements"] == expected
     (counter,) = counters.values()
     ops.reset_matmul_counts()
-    assert int(counter) == 0 and counters[counter.device] is counter
+    assert int(counter) == 0
+    assert counters[counter.device] is counter
 
 
 @needs_fp8_on_cpu
 def test_a_product_of_three_levels_is_exact_where_sums_are():
     """Products are whole multiples of 1/64 below 2**13: float32 holds their sums, so no bit may differ."""
     generator = torch.Generator().manual_seed(3)
-    grid, levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]), torch.tensor([1, 1.25, 1.5])
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = torch.tensor([1, 1.25, 1.5])
 
     def operand(rows: int) -> torch.Tensor:
         element = grid[torch.randint(8, (rows, 3, 32), generator=generator)]
@@ -302,7 +313,8 @@ def test_a_product_of_three_levels_is_exact_where_sums_are():
         level = levels[torch.randint(3, (rows, 3, 1), generator=generator)]
         return (element * sign * level).flatten(1)
 
-    a, b = operand(9), operand(33)
+    a = operand(9)
+    b = operand(33)
     for x in (a, b):
         assert torch.equal(fake_quantize(x, scale_rule="even", macro_block=128, **THREE_LEVELS), x)
     found = ops.multiply_fp8(to_fp8(a), to_fp8(b), None, None, torch.float32)
@@ -314,7 +326,8 @@ def test_a_product_of_three_levels_is_exact_where_sums_are():
 @pytest.mark.parametrize("apart", range(13))
 def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
     """Of two blocks in a row, the second cut. Its 5/8, the finest of three levels, is 5 * 2**-9 of the scale at 11."""
-    grid, levels = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6]), torch.tensor([1, 1.25, 1.5])
+    grid = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = torch.tensor([1, 1.25, 1.5])
     scale = torch.arange(6 - 127, 251 - 127).float().exp2().view(-1, 1, 1)
     blocks = (grid * levels[:, None]).flatten() * torch.stack([scale, scale * 2.0**-apart], dim=1)[..., 0, :]
     rows = torch.cat([blocks[:, 0].repeat(1, 2)[:, :32], blocks[:, 1]], dim=1)
@@ -329,7 +342,8 @@ def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
 @pytest.mark.parametrize("preset", FP8_PRODUCTS)
 def test_a_layer_computes_as_with_dense_products(preset):
     options = {"preset": preset} if preset == "w8a8" else {"preset": preset, **THREE_LEVELS}
-    plain, x = nn.Linear(96, 48), torch.randn(2, 5, 96)
+    plain = nn.Linear(96, 48)
+    x = torch.randn(2, 5, 96)
     dense = MXFP4Linear.from_linear(plain, MXFP4RLConfig(matmul_backend="dense", **options))
     fp8 = MXFP4Linear.from_linear(plain, MXFP4RLConfig(matmul_backend="fp8", **options))
     expected = passes(dense, x)

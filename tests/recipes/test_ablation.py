@@ -49,7 +49,8 @@ def write(path, **changes):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_cells_of_shipped_grids_are_accepted_and_differ_in_what_they_name(path):
     grid = read_grid(path, seeds=[0])
-    assert grid.reference == "bf16" and {"bf16", "mxfp4", "mbs", "of", "mbs_of"} <= {cell.name for cell in grid.cells}
+    assert grid.reference == "bf16"
+    assert {"bf16", "mxfp4", "mbs", "of", "mbs_of"} <= {cell.name for cell in grid.cells}
     plain = next(run.config for run in grid.runs if run.cell.name == "mxfp4")
     for run in grid.runs:
         run.parse()
@@ -264,7 +265,8 @@ def test_every_cell_and_seed_is_run_once_and_reported(grid, tmp_path, capsys):
     path = grid(bf16=0.75, mxfp4=0.375)
     assert main(["--config", path, "--jobs", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "runs 4 of 4, 2 at a time" in printed and "4/4 " in printed
+    assert "runs 4 of 4, 2 at a time" in printed
+    assert "4/4 " in printed
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     for cell in ("bf16", "mxfp4"):
         assert starts(tmp_path, cell, 0) == starts(tmp_path, cell, 1) == [f" threads={threads}"]
@@ -399,7 +401,8 @@ def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path):
     folder = tmp_path / "out" / "cells" / "bf16" / "seed0"
     deadline = time.monotonic() + 120
     while not (folder / "starts").is_file():
-        assert runner.poll() is None and time.monotonic() < deadline
+        assert runner.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     with pytest.raises(SystemExit, match="another process is at work in"):
         main(["--config", path])
@@ -438,9 +441,13 @@ def test_a_whole_grid(tmp_path):
     process = processes.run(processes.script(SCRIPT, "--config", path))
     assert process.returncode == 0, process.output[-4000:]
     full, plain = records_in(tmp_path / "out")
-    assert full["scheme"] == "full precision" and full["n_quantized"] == 0
-    assert plain["scheme"] == "w4a8 [weights mxfp4+even, activations fp8]" and plain["n_quantized"] == 14
-    assert plain["steps"] == 2 and plain["n_test"] == 4 and plain["before"] is not None
+    assert full["scheme"] == "full precision"
+    assert full["n_quantized"] == 0
+    assert plain["scheme"] == "w4a8 [weights mxfp4+even, activations fp8]"
+    assert plain["n_quantized"] == 14
+    assert plain["steps"] == 2
+    assert plain["n_test"] == 4
+    assert plain["before"] is not None
     # Runs start from the saved model, and keep none of their own.
     *_, run = read_grid(path).runs
     assert not list(run.folder.rglob("*.safetensors"))

@@ -69,17 +69,21 @@ def test_the_result_has_scheme_intervals_counts_and_what_is_needed_to_repeat_it(
     assert list(measures) == ["greedy", "pass@1", "pass@4"]
     for name, of in measures.items():
         assert of["low"] <= of["value"] <= of["high"] and of["low"] < of["high"] and of["n"] == 30, name
-    assert measures["greedy"]["method"] == "Wilson" and "bootstrap" in measures["pass@4"]["method"]
+    assert measures["greedy"]["method"] == "Wilson"
+    assert "bootstrap" in measures["pass@4"]["method"]
     assert 0 < measures["pass@1"]["value"] < measures["pass@4"]["value"] <= 1
-    assert result["generated"] == 150 and result["generation"]["temperature"] == 1.0
+    assert result["generated"] == 150
+    assert result["generation"]["temperature"] == 1.0
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
 def test_estimates_are_those_of_the_completions(whole):
     folder, result = whole
     rows = load_task("arithmetic", n_test=30).test
-    greedy, samples = completions(folder, "greedy.jsonl"), completions(folder, "samples.jsonl")
-    assert len(greedy) == 30 and len(samples) == 120
+    greedy = completions(folder, "greedy.jsonl")
+    samples = completions(folder, "samples.jsonl")
+    assert len(greedy) == 30
+    assert len(samples) == 120
     for (_, problem), line in [*greedy.items(), *samples.items()]:
         assert line["correct"] == {"exact_match": line["completion"] == rows[problem]["answer"]}
         assert 1 <= line["n_tokens"] <= 4
@@ -95,7 +99,8 @@ def test_estimates_are_those_of_the_completions(whole):
 
 
 def test_an_evaluation_that_was_killed_goes_on_to_the_same_completions(whole, policy, tmp_path, monkeypatch):
-    add, calls = ResumeLog.add, []
+    add = ResumeLog.add
+    calls = []
 
     def die_in_the_middle(self, line):
         calls.append(1)
@@ -109,7 +114,8 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_completions(whole, po
         main(command)
     monkeypatch.undo()
     there = len(lines(tmp_path / "greedy.jsonl")) + len(lines(tmp_path / "samples.jsonl")) - 2
-    assert 0 < there < 150 and not (tmp_path / "result.json").exists()
+    assert 0 < there < 150
+    assert not (tmp_path / "result.json").exists()
     # The process died as it wrote: half a line.
     with (tmp_path / "samples.jsonl").open("r+b") as file:
         file.truncate(file.seek(0, 2) - 20)
@@ -139,14 +145,16 @@ def test_completions_made_in_another_way_are_not_mixed(whole, policy, change, na
     before = (folder / "samples.jsonl").read_bytes()
     with pytest.raises(SystemExit) as caught:
         main([policy, *TASK, *SAMPLED, f"--output_dir={folder}", *change])
-    assert named in str(caught.value) and "start over with --overwrite" in str(caught.value)
+    assert named in str(caught.value)
+    assert "start over with --overwrite" in str(caught.value)
     assert (folder / "samples.jsonl").read_bytes() == before
 
 
 def test_a_control_is_compared_problem_by_problem(whole, policy, tmp_path, capsys):
     folder, own = whole
     control = main([policy, *TASK, "--dequantize", f"--output_dir={tmp_path}", f"--compare={folder / 'result.json'}"])
-    assert control["control"] and control["n_quantized"] == 0
+    assert control["control"]
+    assert control["n_quantized"] == 0
     [row] = control["differences"]
     a, b = (result["problems"]["correct"]["greedy"]["exact_match"] for result in (control, own))
     assert row["difference"]["value"] == pytest.approx((sum(a) - sum(b)) / 30)
@@ -211,7 +219,8 @@ def test_a_file_is_read_strictly_and_flexibly(writer, tmp_path, monkeypatch, sco
     options = ["--task=gsm8k"] if score == "gsm8k" else options
     result = main([writer, *options, f"--eval_dataset={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
     assert [measures["greedy"]["value"] for measures in result["scores"].values()] == found  # strict comes first
-    assert result["scheme"] is None and result["computed_in"].startswith("full precision")
+    assert result["scheme"] is None
+    assert result["computed_in"].startswith("full precision")
 
 
 def test_conversations_go_through_the_chat_template(writer, tmp_path):
@@ -240,7 +249,8 @@ def drawn(model, tokenizer, batches, **options):
 
 
 def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
-    model, tokenizer = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14), build_char_tokenizer(ALPHABET)
+    model = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14)
+    tokenizer = build_char_tokenizer(ALPHABET)
     first, second = (Batch((2, 0), 0, seed) for seed in (1, 2))
     state = torch.random.get_rng_state()
     once = drawn(model, tokenizer, [first])
@@ -254,7 +264,8 @@ def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
 
 
 def test_a_completion_ends_with_the_end_of_sequence_of_the_tokenizer_or_of_the_checkpoint():
-    model, tokenizer = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14), build_char_tokenizer(ALPHABET)
+    model = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14)
+    tokenizer = build_char_tokenizer(ALPHABET)
     tokenizer.eos_token, model.generation_config.eos_token_id = "9", tokenizer.convert_tokens_to_ids("7")
     assert drawn(model, tokenizer, [Batch((0, 2))]) == {(None, 0): "9", (None, 2): "07"}
 
@@ -290,6 +301,7 @@ def test_two_processes_find_what_one_finds(whole, policy, tmp_path):
     assert done.stdout.count("left properly") == 2, done.stdout
     result = json.loads((tmp_path / "result.json").read_text())
     folder, alone = whole
-    assert result["processes"] == 2 and result["scores"] == alone["scores"]
+    assert result["processes"] == 2
+    assert result["scores"] == alone["scores"]
     for name in ("greedy.jsonl", "samples.jsonl"):
         assert completions(tmp_path, name) == completions(folder, name)

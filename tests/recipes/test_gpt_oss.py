@@ -25,7 +25,8 @@ REWARD = "def even(completions, completion_ids, **kwargs):\n    return [sum(ids)
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """An imported checkpoint of OpenAI's format, with a tokenizer that knows Harmony."""
-    folder, tokenizer = tmp_path_factory.mktemp("gpt-oss"), make_tokenizer("gpt-4o")
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    tokenizer = make_tokenizer("gpt-4o")
     marks = [f"<|{name}|>" for name in ("start", "message", "channel", "end", "call", "return")]
     tokenizer.add_special_tokens({"additional_special_tokens": marks, "eos_token": "<|return|>"})
     tokenizer.chat_template = gptoss_chat_template
@@ -63,7 +64,8 @@ def test_grpo_and_back_to_mxfp4_and_nvfp4(packed, tmp_path):
     options = ["--per_device_train_batch_size=4", "--num_generations=4", "--max_completion_length=8", "--evaluate_n=2"]
     reward = f"--reward={tmp_path / 'even.py'}:even"
     summary = run(grpo, "gpt_oss_20b_lora", packed, tmp_path, *options, reward)
-    assert summary["n_quantized"] == 16 and summary["reloaded"] == {"compared": 2, "identical": 2}
+    assert summary["n_quantized"] == 16
+    assert summary["reloaded"] == {"compared": 2, "identical": 2}
     base = AutoModelForCausalLM.from_pretrained(packed)
     before = logits(base)
     model = PeftModel.from_pretrained(base, tmp_path / "out/policy")
@@ -74,7 +76,8 @@ def test_grpo_and_back_to_mxfp4_and_nvfp4(packed, tmp_path):
     merged.save_pretrained(tmp_path / "merged")
     for format in ("gpt-oss", "nvfp4-modelopt"):
         report = export(tmp_path / "merged", tmp_path / format, format)
-        assert report.counts() == {"kept": 16} and not report.changed
+        assert report.counts() == {"kept": 16}
+        assert not report.changed
         import_checkpoint(tmp_path / format, tmp_path / f"{format}-back")
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"{format}-back")), expected)
     options = {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -107,7 +110,8 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>6 * 12 is\n#### 72<|return
 def test_the_answer_is_what_the_final_channel_says(written, text, packed, monkeypatch):
     tokenizer = load_tokenizer(read_stored(str(packed)))
     assert tokenizer.response_template == gptoss_template
-    model, seen = make_model("gpt_oss", layers=1), []
+    model = make_model("gpt_oss", layers=1)
+    seen = []
 
     def generate(input_ids, **options):
         seen.append(tokenizer.decode(input_ids[0]))
@@ -117,6 +121,7 @@ def test_the_answer_is_what_the_final_channel_says(written, text, packed, monkey
     options = {"max_new_tokens": 64, "chat_template_kwargs": {"reasoning_effort": "low"}}
     rows = {"prompt": [CHAT], "answer": ["72"]}
     ((found,),) = complete_batches(model, tokenizer, rows, {}, [Batch((0,))], **options)
-    assert found.completion == text and "Reasoning: low" in seen[0]
+    assert found.completion == text
+    assert "Reasoning: low" in seen[0]
     assert seen[0].endswith("6 * 12?<|end|><|start|>assistant")
     assert "Reasoning: medium" in tokenizer.decode(tokenize(tokenizer, [CHAT])["input_ids"][0])

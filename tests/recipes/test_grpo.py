@@ -52,7 +52,8 @@ def logged(folder, kind):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run with a report, without the pictures in it: its folder, its summary, and what it printed."""
-    folder, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         patch.setitem(page._environment().filters, "png_base64", lambda figure: "")
         return folder, short_run(folder, REPORTED), printed.getvalue()
@@ -75,7 +76,9 @@ print(json.dumps(result.completions))
 
 def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
     folder, summary, table = whole
-    assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
+    assert summary["n_quantized"] == 14
+    assert summary["n_skipped"] == 1
+    assert summary["steps"] == 3
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert summary["scheme"] == MXFP4RLConfig().describe()
     history = json.loads((folder / "log_history.json").read_text())
@@ -89,7 +92,8 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
         accuracy = wilson(round(16 * summary[f"accuracy_{when}"]["exact_match"]), 16)
         assert f"{accuracy} ({when} RL)" in report
     assert f"run report {folder / 'run_report.html'}\n" in table  # on one line, however long the path
-    assert f"{accuracy}  (" in table and "(95 %, n = 16)" in table
+    assert f"{accuracy}  (" in table
+    assert "(95 %, n = 16)" in table
     for row in ("greedy, before RL", "greedy, after RL", "alarms of entropy", "quantized layers", "size on disk"):
         assert row in table
 
@@ -99,12 +103,15 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
     lines = (folder / "completions_after.jsonl").read_text().splitlines()
     assert json.loads(process.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]
     (told,) = (line for line in process.stderr.splitlines() if "hf_mxfp4" in line)
-    assert told.startswith("[hf_mxfp4] Qwen2ForCausalLM: ") and "hf_mxfp4" not in process.stdout
-    assert "n_quantized=14 n_skipped=1 (lm_head)" in told and MXFP4RLConfig().describe() in told
+    assert told.startswith("[hf_mxfp4] Qwen2ForCausalLM: ")
+    assert "hf_mxfp4" not in process.stdout
+    assert "n_quantized=14 n_skipped=1 (lm_head)" in told
+    assert MXFP4RLConfig().describe() in told
 
 
 def test_all_evaluations_of_a_run_in_mixed_precision_are_in_it(tmp_path, monkeypatch):
-    found, original = [], generate.complete_batches
+    found = []
+    original = generate.complete_batches
 
     def recording(*args, **kwargs):
         found.append(torch.is_autocast_enabled("cpu"))
@@ -127,7 +134,8 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
 
 
 def test_a_policy_may_be_sampled_under_another_scheme_than_it_trains_in(tmp_path, monkeypatch):
-    sampled, original = [], generate.complete_batches
+    sampled = []
+    original = generate.complete_batches
 
     def noting(model, *args, **kwargs):
         sampled.append(count_quantized(model))
@@ -136,12 +144,15 @@ def test_a_policy_may_be_sampled_under_another_scheme_than_it_trains_in(tmp_path
     monkeypatch.setattr(generate, "complete_batches", noting)
     words = ["--full_precision=true", "--study={rollout_scheme: rceil}", "--aqn=false", "--max_steps=2"]
     summary = short_run(tmp_path / "out", *words)
-    assert sampled == [14] * 3 and summary["n_quantized"] == 0 and summary["reloaded"]["identical"] == 16
+    assert sampled == [14] * 3
+    assert summary["n_quantized"] == 0
+    assert summary["reloaded"]["identical"] == 16
     assert summary["model"].endswith("sampled under rceil")
     short_run(tmp_path / "plain", words[0], *words[2:])
     logs = [json.loads((tmp_path / name / "log_history.json").read_text()) for name in ("out", "plain")]
     mismatch, rounding = ([line["sampling/kl"] for line in log if "sampling/kl" in line] for log in logs)
-    assert len(mismatch) == len(rounding) == 2 and min(mismatch) > 100 * max(rounding)
+    assert len(mismatch) == len(rounding) == 2
+    assert min(mismatch) > 100 * max(rounding)
 
 
 def test_without_steps_a_saved_policy_is_evaluated_under_a_scheme(whole, tmp_path):
@@ -153,7 +164,9 @@ def test_without_steps_a_saved_policy_is_evaluated_under_a_scheme(whole, tmp_pat
         f"--model_name_or_path={policy}",
     ]
     summary = short_run(tmp_path / "out", *words)
-    assert summary["steps"] == 0 and summary["accuracy_before"] is None and summary["n_quantized"] == 14
+    assert summary["steps"] == 0
+    assert summary["accuracy_before"] is None
+    assert summary["n_quantized"] == 14
     assert summary["accuracy_after"] == whole[1]["accuracy_after"]
 
 
@@ -170,7 +183,9 @@ def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsy
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         short_run(out)
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["reloaded"] is None and summary["accuracy_after"]["exact_match"] >= 0 and summary["seconds"] > 0
+    assert summary["reloaded"] is None
+    assert summary["accuracy_after"]["exact_match"] >= 0
+    assert summary["seconds"] > 0
     assert len((out / "completions_after.jsonl").read_text().splitlines()) == 16
     assert "exact_match" in (out / "policy" / "README.md").read_text()
     assert "reloading failed all results are written; --study '{reload_check: 0}'" in capsys.readouterr().out
@@ -259,7 +274,8 @@ def test_a_run_writes_down_every_option_that_it_used(whole):
     assert study.items() <= options["study"].items()
     assert options["task"] == "arithmetic" and options["learning_rate"] == 1e-4  # from the file
     assert options["aqn"] is True and options["rollout_correction"] == "token_truncate"  # by default
-    assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
+    assert options["max_completion_length"] == 4
+    assert not any(name.endswith("token") for name in options)
 
 
 def test_checkpoints_of_a_run_that_is_written_over_are_removed(tmp_path, monkeypatch):
@@ -338,6 +354,7 @@ def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):
         short_run(tmp_path / "second", *short, "--preset=w4a16")
     assert short_run(tmp_path / "third", *short)["n_quantized"] == 14
     full = short_run(tmp_path / "fourth", *short, "--full_precision=true", "--aqn=false")
-    assert full["scheme"] == "full precision" and full["n_quantized"] == 0
+    assert full["scheme"] == "full precision"
+    assert full["n_quantized"] == 0
     saved = json.loads((tmp_path / "fourth" / "policy" / "config.json").read_text())
     assert saved.get("quantization_config") is None

@@ -76,14 +76,16 @@ def test_a_resumed_recipe_ends_with_the_same_policy(tmp_path, capsys):
     weights: Path = out / "checkpoint-2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     resumed = short_run(out, "--overwrite=false", "--resume_from_checkpoint=true", *CHECKPOINTS)
-    assert resumed["steps"] == 3 and [line["step"] for line in logged(out, "start")] == [0, 1]
+    assert resumed["steps"] == 3
+    assert [line["step"] for line in logged(out, "start")] == [0, 1]
     assert resumed["accuracy_before"]["exact_match"] >= 0
     assert (out / "policy" / "model.safetensors").read_bytes() == policy
     assert "checkpoint-2 is not resumed from: it has no trainer_state.json" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
-    out, evaluate = tmp_path / "out", evaluation.evaluate_greedy
+    out = tmp_path / "out"
+    evaluate = evaluation.evaluate_greedy
     options = (
         *SHORT,
         "--evaluate_every=2",
@@ -116,7 +118,8 @@ def launch(folder, ranks, *options):
 
 def test_two_processes_train_evaluate_save_and_reload(tmp_path):
     summary = launch(tmp_path / "out", 2, REPORTED, *SHORT)
-    assert summary["n_quantized"] == 14 and summary["steps"] == 3
+    assert summary["n_quantized"] == 14
+    assert summary["steps"] == 3
     assert summary["reloaded"] == {"compared": 13, "identical": 13}
     # Thirteen problems do not divide by two, and each has its completion.
     lines = (tmp_path / "out" / "completions_after.jsonl").read_text().splitlines()
@@ -135,14 +138,16 @@ def test_a_reloaded_policy_is_compared_in_the_batches_of_two_processes(tmp_path,
     monkeypatch.setattr(generate, "PartialState", lambda: Mock(num_processes=2, is_main_process=True))
     monkeypatch.setattr(generate, "complete_batches", lambda *arguments, **named: done.append(arguments[4]) or [])
     monkeypatch.setattr(evaluation, "AutoTokenizer", Mock())
-    trainer, recipe = MagicMock(), Mock(study=Mock(rollout_scheme=None, greedy_batch_size=4, reload_check=3))
+    trainer = MagicMock()
+    recipe = Mock(study=Mock(rollout_scheme=None, greedy_batch_size=4, reload_check=3))
     trainer.accelerator.num_processes = 2
     task = Mock(test=Dataset.from_dict({"prompt": [str(i) for i in range(30)]}), scores={})
     evaluate = evaluation.PolicyEvaluation(trainer, task, recipe)
     after = evaluate("after")
     found = evaluate.compare_reloaded(tmp_path, Mock(), after)
     whole, part = done
-    assert found["compared"] == 8 and part == whole[:2]
+    assert found["compared"] == 8
+    assert part == whole[:2]
     assert [batch.rows for batch in part] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
@@ -193,7 +198,8 @@ def test_sharded_and_placed_models_stay():
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run on a packed base: its folder, its summary, and what it printed."""
-    folder, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         leave_figures_undrawn(patch.setattr)
         return folder, lora_run(folder), printed.getvalue()
@@ -201,8 +207,11 @@ def whole(tmp_path_factory):
 
 def test_the_whole_recipe_on_a_packed_base(whole):
     folder, summary, table = whole
-    assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
-    assert summary["scheme"] == PACKED.describe() and summary["adapter"]
+    assert summary["n_quantized"] == 14
+    assert summary["n_skipped"] == 1
+    assert summary["steps"] == 3
+    assert summary["scheme"] == PACKED.describe()
+    assert summary["adapter"]
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert json.loads((folder / "summary.json").read_text()) == summary
 
@@ -221,7 +230,8 @@ def test_a_packed_checkpoint_as_the_start(whole, tmp_path):
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "packed")
     start = f"--model_name_or_path={tmp_path / 'packed'}"
     summary = lora_run(tmp_path / "second", start)
-    assert summary["n_quantized"] == 14 and summary["reloaded"]["identical"] == 16
+    assert summary["n_quantized"] == 14
+    assert summary["reloaded"]["identical"] == 16
     with pytest.raises(SystemExit, match=r"saved with another scheme: preset=w4a16 \(not w4a4\)"):
         lora_run(tmp_path / "third", start, "--preset=w4a4")
 
@@ -244,17 +254,22 @@ def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
     assert distance(weights, tensors_in(tmp_path / "still" / "policy")) == 0
     moved = lora_run(tmp_path / "moved", *short, "--warmup_steps=0", "--learning_rate=1e-3")
     assert 0 < distance(weights, tensors_in(tmp_path / "moved" / "policy")) < 0.01
-    assert moved["reloaded"] == {"compared": 16, "identical": 16} and moved["adapter"]
-    assert moved["n_quantized"] == 14 and moved["scheme"] == PACKED.describe()
+    assert moved["reloaded"] == {"compared": 16, "identical": 16}
+    assert moved["adapter"]
+    assert moved["n_quantized"] == 14
+    assert moved["scheme"] == PACKED.describe()
     saved = json.loads((tmp_path / "moved" / "policy" / "adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == str(whole[0] / "base") and saved["r"] == 2
+    assert saved["base_model_name_or_path"] == str(whole[0] / "base")
+    assert saved["r"] == 2
 
 
 def test_the_start_says_which_scheme_and_adapter_options_it_has(whole, tmp_path):
     adapter = f"--model_name_or_path={whole[0] / 'policy'}"
     on_the_cpu = ["--use_cpu=true", "--bf16=false", f"--output_dir={tmp_path}"]
     stored, options = find_start(parse([adapter, *on_the_cpu]))
-    assert stored.adapter and options.quantization == PACKED and stored.weights == str(whole[0] / "base")
+    assert stored.adapter
+    assert options.quantization == PACKED
+    assert stored.weights == str(whole[0] / "base")
     lora = ["--config", str(CONFIGS / "tiny_cpu_lora.yaml"), adapter]
     with pytest.raises(SystemExit, match="has r=2, not lora_r=16; leave lora_r out, or start from its base"):
         find_start(parse(lora))

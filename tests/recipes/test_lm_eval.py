@@ -74,7 +74,8 @@ def test_likelihoods_and_completions_are_ours(folder, name, tmp_path, monkeypatc
     monkeypatch.setattr("hf_mxfp4.cli.training._LAUNCHERS", {})  # as nothing is launched
     weights = folder / ("packed" if name == "adapter" else name)
     rows = measured(folder, tmp_path, f"pretrained={weights}" + (f",peft={folder / name}" if name == "adapter" else ""))
-    tokenizer, model = make_tokenizer("qwen2"), AutoModelForCausalLM.from_pretrained(weights)
+    tokenizer = make_tokenizer("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(weights)
     if name == "adapter":
         model = PeftModel.from_pretrained(model, folder / name)
     first = tokenizer.bos_token_id or tokenizer.eos_token_id  # lm_eval puts it before each text
@@ -84,4 +85,5 @@ def test_likelihoods_and_completions_are_ours(folder, name, tmp_path, monkeypatc
     )
     problems = Dataset.from_dict({"prompt": TEXT, "answer": TEXT})
     (ours,) = complete_batches(model, tokenizer, problems, {}, [Batch((0, 1))], max_new_tokens=8)
-    assert rows["answers"] == [one.completion for one in ours] and any(rows["answers"])
+    assert rows["answers"] == [one.completion for one in ours]
+    assert any(rows["answers"])

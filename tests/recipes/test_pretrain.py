@@ -21,7 +21,9 @@ from hf_mxfp4.recipes.pretraining.runs import StudyFile
 from hf_mxfp4.recipes.pretraining.summary import draw_overheads, summarize, tokens_to_target
 
 
-FPROP, DGRAD, WGRAD = {"fprop.x", "fprop.weight"}, {"dgrad.grad", "dgrad.weight"}, {"wgrad.grad", "wgrad.x"}
+FPROP = {"fprop.x", "fprop.weight"}
+DGRAD = {"dgrad.grad", "dgrad.weight"}
+WGRAD = {"wgrad.grad", "wgrad.x"}
 
 
 def short_study(folder, *words):
@@ -37,8 +39,10 @@ def short_study(folder, *words):
 def test_a_study_end_to_end_continued_and_extended(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "study"
     summary = short_study(folder, "--arms", "baseline", "all_sr")
-    assert summary["baseline"] == "full precision (float32)" and summary["budget_tokens"] == 4 * 4 * 32
-    assert summary["arms"]["baseline"]["n_quantized"] == 0 and summary["arms"]["all_sr"]["n_quantized"] == 7
+    assert summary["baseline"] == "full precision (float32)"
+    assert summary["budget_tokens"] == 4 * 4 * 32
+    assert summary["arms"]["baseline"]["n_quantized"] == 0
+    assert summary["arms"]["all_sr"]["n_quantized"] == 7
     assert set(summary["arms"]["all_sr"]["quantized_operands"].values()) == {7}
     stored = json.loads((folder / "study.json").read_text())
     first, second = stored["runs"]
@@ -50,19 +54,24 @@ def test_a_study_end_to_end_continued_and_extended(tmp_path, monkeypatch, capsys
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert (folder / "overheads.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    assert "2 of 2 are missing" in out and "token overhead" in out and "dgrad.grad:7" in out
+    assert "2 of 2 are missing" in out
+    assert "token overhead" in out
+    assert "dgrad.grad:7" in out
 
     # Nothing of it is trained again; an arm that is new is.
-    trained, train_arm = [], pretrain.train_arm
+    trained = []
+    train_arm = pretrain.train_arm
 
     def note_and_train(study, arm, *rest):
         trained.append(arm.name)
         return train_arm(study, arm, *rest)
 
     monkeypatch.setattr(pretrain, "train_arm", note_and_train)
-    assert short_study(folder, "--arms", "baseline", "all_sr") == summary and not trained
+    assert short_study(folder, "--arms", "baseline", "all_sr") == summary
+    assert not trained
     more = short_study(folder, "--arms", "baseline", "all_sr", "all_random16")
-    assert trained == ["all_random16"] and set(more["arms"]) == {"baseline", "all_sr", "all_random16"}
+    assert trained == ["all_random16"]
+    assert set(more["arms"]) == {"baseline", "all_sr", "all_random16"}
 
 
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch, blank_pictures):
@@ -73,14 +82,16 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch
     whole = stored["runs"].pop()
     path.write_text(json.dumps(stored))
     (tmp_path / "runs" / "all_sr-seed0" / "checkpoint-6" / "trainer_state.json").unlink()  # not wholly written
-    trained, training_step = [], transformers.Trainer.training_step
+    trained = []
+    training_step = transformers.Trainer.training_step
     monkeypatch.setattr(
         transformers.Trainer, "training_step", lambda *arguments: trained.append(1) or training_step(*arguments)
     )
     short_study(tmp_path, *words)
     resumed = json.loads(path.read_text())["runs"][1]
     assert resumed["steps"] == 6 and len(trained) == 2  # those after checkpoint-4
-    assert resumed["curve"] == whole["curve"] and len(whole["curve"]) == 4
+    assert resumed["curve"] == whole["curve"]
+    assert len(whole["curve"]) == 4
 
 
 def test_two_studies_do_not_write_into_one_folder(tmp_path, monkeypatch):
@@ -146,7 +157,8 @@ def test_rotation_and_rounding_of_the_stabilisers():
     assert rotations == expected | {f"all_deterministic{size}": f"deterministic-{size}" for size in (16, 32)}
     rounding = chosen["all_sr"].config.gemms()
     assert str(rounding.dgrad.left) == str(rounding.wgrad.left) == "mxfp4+even+stochastic"
-    assert str(rounding.wgrad.right) == "mxfp4+even" and str(rounding.fprop.right) == "mxfp4+even+32x32"
+    assert str(rounding.wgrad.right) == "mxfp4+even"
+    assert str(rounding.fprop.right) == "mxfp4+even+32x32"
     assert not chosen["all"].config.gemms().is_random
 
 
@@ -181,12 +193,14 @@ def options(**changes):
 
 def test_order_follows_the_seed_alone():
     corpus = load_corpus(options(), 32 * 50)
-    first, other = corpus.ordered(1, 8), corpus.ordered(2, 10)
+    first = corpus.ordered(1, 8)
+    other = corpus.ordered(2, 10)
     again = load_corpus(options(), 32 * 50).ordered(1, 8)
     assert [row.tolist() for row in first["input_ids"]] == [row.tolist() for row in again["input_ids"]]
     assert len(first) == 48 and len(other) == 50  # whole steps
     rows = {tuple(row.tolist()) for row in other["input_ids"]}
-    assert len(rows) == 50 and {tuple(row.tolist()) for row in first["input_ids"]} < rows
+    assert len(rows) == 50
+    assert {tuple(row.tolist()) for row in first["input_ids"]} < rows
     with pytest.raises(ValueError, match="50 sequences, less than a step of 51"):
         corpus.ordered(1, 51)
 
@@ -231,7 +245,8 @@ def test_bad_options(words, message):
 
 def test_every_arm_trains_beyond_the_budget_up_to_an_evaluation():
     study = parse(["--max_steps", "100", "--eval_steps", "30", "--extra_tokens", "0.4"])
-    assert study.total_steps == 150 and study.tokens_per_step == 8 * 128
+    assert study.total_steps == 150
+    assert study.tokens_per_step == 8 * 128
     assert parse(["--max_steps", "100", "--eval_steps", "10", "--extra_tokens", "0.4"]).total_steps == 140
     assert parse(["--max_steps", "100", "--eval_steps", "10", "--extra_tokens", "0"]).total_steps == 100
 
@@ -273,7 +288,8 @@ def test_overhead_and_gap_are_paired_by_seed():
     assert summary["arms"]["baseline"]["overhead"]["by_seed"] == [0.0, 0.0]
     result = summary["arms"]["all"]
     assert result["overhead"]["by_seed"] == pytest.approx([1.0, 0.0])  # twice the tokens, the same
-    assert result["overhead"]["mean"] == pytest.approx(0.5) and result["overhead"]["n"] == 2
+    assert result["overhead"]["mean"] == pytest.approx(0.5)
+    assert result["overhead"]["n"] == 2
     assert result["gap"]["by_seed"] == pytest.approx([0.75, 0.0])
 
 
@@ -288,7 +304,8 @@ def test_a_target_that_is_not_reached_is_a_result():
 def test_a_run_that_diverged_is_a_result():
     runs = [run("baseline", 0, LONG), run("all", 0, [(0, 4.0), (100, None)])]
     result = summarize(runs, budget=300, target_fraction=0.9)["arms"]["all"]
-    assert result["overhead"]["mean"] is None and result["gap"]["by_seed"] == [None]
+    assert result["overhead"]["mean"] is None
+    assert result["gap"]["by_seed"] == [None]
 
 
 @pytest.mark.parametrize(

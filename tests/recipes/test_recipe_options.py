@@ -37,7 +37,8 @@ def test_a_preset_on_the_command_line_is_exactly_that_preset(preset, tmp_path, c
     scheme = parse(["--config", str(tmp_path / "own.yaml"), *CPU, f"--preset={preset}"])[1]
     assert scheme == MXFP4RLConfig(preset=preset)
     told = capsys.readouterr().out
-    assert f"--preset {preset} resets what" in told and "scale_rule=mse, macro_block=64" in told
+    assert f"--preset {preset} resets what" in told
+    assert "scale_rule=mse, macro_block=64" in told
 
 
 @pytest.mark.parametrize("words", [[], of_file("qwen2.5_3b_gsm8k")], ids=["demo", "qwen"])
@@ -48,7 +49,8 @@ def test_another_mode_on_the_command_line_resets_the_scheme_too(words):
 # The others are those of ablation.py (recovery too).
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("[!ar]*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_parse(path):
-    shipped, recipe = yaml.safe_load(path.read_text()), {"sft": sft, "distill": distill}.get(path.stem.split("_")[0])
+    shipped = yaml.safe_load(path.read_text())
+    recipe = {"sft": sft, "distill": distill}.get(path.stem.split("_")[0])
     if path.stem.startswith("pretrain"):
         study = parse_study([*of_file(path.stem), "--tf32=false"])
         found = study.options, study.training
@@ -96,8 +98,11 @@ def test_yaml_that_is_nested_too_deeply_is_refused(tmp_path):
 
 def test_the_demo_is_run_without_a_configuration():
     recipe, _, training, _ = parse(["--max_steps=3"])
-    assert training.max_completion_length == 4 and training.learning_rate == 1e-4 and training.max_steps == 3
-    assert recipe.study.sft_steps == 400 and training.use_cpu
+    assert training.max_completion_length == 4
+    assert training.learning_rate == 1e-4
+    assert training.max_steps == 3
+    assert recipe.study.sft_steps == 400
+    assert training.use_cpu
 
 
 @pytest.mark.parametrize(
@@ -107,8 +112,10 @@ def test_the_demo_is_run_without_a_configuration():
 )
 def test_options_of_the_demo_are_not_those_of_another_model_or_task(words, capsys):
     _, scheme, training, _ = parse([*words, *CPU])
-    assert training.max_completion_length is None and training.learning_rate == 1e-6
-    assert training.per_device_train_batch_size == 8 and training.max_steps == -1
+    assert training.max_completion_length is None
+    assert training.learning_rate == 1e-6
+    assert training.per_device_train_batch_size == 8
+    assert training.max_steps == -1
     assert scheme == MXFP4RLConfig()
     assert "is not the demo's: options that are not named have their defaults" in capsys.readouterr().out
 
@@ -158,7 +165,8 @@ def test_a_script_shows_the_short_help_or_all_options(word, is_shown, capsys):
     with pytest.raises(SystemExit):
         parse([word])
     shown = capsys.readouterr().out
-    assert "--rollout_correction" in shown and ("--weight_decay" in shown) is is_shown
+    assert "--rollout_correction" in shown
+    assert ("--weight_decay" in shown) is is_shown
 
 
 def test_options_of_earlier_versions_are_refused_with_what_to_write(tmp_path):
@@ -207,5 +215,6 @@ def test_without_a_gpu_the_cpu_trains_in_bfloat16_unless_it_is_slow(slowdown, is
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(arguments, "bfloat16_slowdown", lambda: slowdown)
     training = parse(["--config", "w4a8", "--model_name_or_path", "some/model"]).training
-    assert training.use_cpu and training.bf16 is is_bfloat16
+    assert training.use_cpu
+    assert training.bf16 is is_bfloat16
     assert f"bfloat16 takes {slowdown:.2f} of the time of float32" in capsys.readouterr().out

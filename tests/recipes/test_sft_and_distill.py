@@ -47,26 +47,32 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_demo_is_measured_before_while_and_after(run, name):
-    (out, summary), (*_, measure, trained) = run(name), RECIPES[name]
+    (out, summary) = run(name)
+    (*_, measure, trained) = RECIPES[name]
     assert json.loads((out / "summary.json").read_text()) == summary
-    assert summary["steps"] == 4 and summary["n_quantized"] == 14
+    assert summary["steps"] == 4
+    assert summary["n_quantized"] == 14
     history = json.loads((out / "log_history.json").read_text())
     key = f"eval_arithmetic_{measure}"
     found = {entry["step"]: entry[key] for entry in history if key in entry}
-    assert list(found) == [0, 2, 4] and found[4] == summary["after"]["arithmetic"][measure]
+    assert list(found) == [0, 2, 4]
+    assert found[4] == summary["after"]["arithmetic"][measure]
     assert found[0] == summary["before"]["arithmetic"][measure]
     assert count_quantized(AutoModelForCausalLM.from_pretrained(out / trained)) == 14
     if name == "sft":
         assert found[0] > found[4] + 0.1
     else:
-        assert summary["shared_tensors"] > 0 and summary["tokens_distilled"] > 4 * 8 * 4
+        assert summary["shared_tensors"] > 0
+        assert summary["tokens_distilled"] > 4 * 8 * 4
         page = (out / "run_report.html").read_text()
-        assert "a rise is forgetting" in page and "Held-out KL" in page
+        assert "a rise is forgetting" in page
+        assert "Held-out KL" in page
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_resumed_run_ends_with_the_same_numbers_and_weights(run, name, capsys):
-    (out, summary), (module, tiny, _, trained) = run(name), RECIPES[name]
+    (out, summary) = run(name)
+    (module, tiny, _, trained) = RECIPES[name]
     expected = logits(AutoModelForCausalLM.from_pretrained(out / trained))
     again = module.main([*tiny, f"--output_dir={out}", f"--resume_from_checkpoint={out}/checkpoint-2"])
     assert {**again, "seconds": 0} == {**summary, "seconds": 0}
@@ -78,14 +84,17 @@ def test_a_resumed_run_ends_with_the_same_numbers_and_weights(run, name, capsys)
 def test_what_is_learned_ends_with_the_end_of_sequence(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.recipes.sft.TextRun.train", lambda run, trainer, *others, **named: trainer)
     trainer = sft.main([*RECIPES["sft"][1], f"--output_dir={tmp_path}/out"])
-    row, eos = trainer.train_dataset[0], trainer.processing_class.eos_token_id
-    assert row["input_ids"][-1] == row["labels"][-1] == eos and row["labels"][0] == -100
+    row = trainer.train_dataset[0]
+    eos = trainer.processing_class.eos_token_id
+    assert row["input_ids"][-1] == row["labels"][-1] == eos
+    assert row["labels"][0] == -100
 
 
 @pytest.fixture
 def options(tmp_path):
     """Of a run on texts in two files, which names no model and no output folder."""
-    file, prose = tmp_path / "sums.jsonl", tmp_path / "prose.txt"
+    file = tmp_path / "sums.jsonl"
+    prose = tmp_path / "prose.txt"
     file.write_text("".join(json.dumps({"question": f"{i}+{i}=", "answer": f"{2 * i}"}) + "\n" for i in range(30)))
     prose.write_text("1+1=2" * 40)
     words = [f"--text={file}", "--text_field=question,answer", "--eval_text", str(file), str(prose), "--use_cpu=true"]
@@ -95,13 +104,17 @@ def options(tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_texts_of_the_user_are_learned_by_adapters_on_packed_weights(run, options, tmp_path, name):
-    base, out, own = run(name)[0] / "base", tmp_path / "lora", ["--gptq=true"] if name == "distill" else []
+    base = run(name)[0] / "base"
+    out = tmp_path / "lora"
+    own = ["--gptq=true"] if name == "distill" else []
     lora = ["--mode=packed", "--use_peft=true", "--lora_target_modules=all-linear", f"--model_name_or_path={base}"]
     summary = RECIPES[name][0].main([*options, *lora, *own, f"--output_dir={out}"])
-    assert summary["after"].keys() == {"sums", "prose"} and summary["n_quantized"] == 14
+    assert summary["after"].keys() == {"sums", "prose"}
+    assert summary["n_quantized"] == 14
     assert (out / RECIPES[name][3] / "adapter_config.json").is_file()
     if name == "distill":
-        assert summary["model"].endswith("14 layers rounded (GPTQ)") and summary["teacher"] == str(base)
+        assert summary["model"].endswith("14 layers rounded (GPTQ)")
+        assert summary["teacher"] == str(base)
         assert summary["shared_tensors"] > 0
         return
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode="packed"))
@@ -114,7 +127,8 @@ def test_what_is_rounded_is_smoothed_before_where_the_scheme_says_so(run, option
     words = [*options, f"--model_name_or_path={base}", "--gptq=true", "--preset=w4a8", "--save_steps=1"]
     words += ["--save_strategy=steps", f"--output_dir={tmp_path / 'out'}"]
     found = distill.main(words)
-    assert found["model"] == f"{base}, smoothed at 8 places, 14 layers rounded (GPTQ)" and found["teacher"] == base
+    assert found["model"] == f"{base}, smoothed at 8 places, 14 layers rounded (GPTQ)"
+    assert found["teacher"] == base
     # A resumed run begins from what is there, or refuses it.
     monkeypatch.delattr("hf_mxfp4.recipes.post_training.policy.round_model")
     resumed = [*words, f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
@@ -126,10 +140,13 @@ def test_what_is_rounded_is_smoothed_before_where_the_scheme_says_so(run, option
 def test_without_steps_a_preparation_is_measured_alone(tmp_path):
     words = ["--max_steps=0", "--gptq=true", "--preset=w4a8", "--smooth=false", "--study={save_policy: false}"]
     summary = distill.main([*RECIPES["distill"][1], *words, f"--output_dir={tmp_path / 'out'}"])
-    assert summary["steps"] == 0 and summary["before"]["arithmetic"]["kl"] > 0
-    assert summary["before"] == summary["after"] and summary["model"].endswith(", 14 layers rounded (GPTQ)")
+    assert summary["steps"] == 0
+    assert summary["before"]["arithmetic"]["kl"] > 0
+    assert summary["before"] == summary["after"]
+    assert summary["model"].endswith(", 14 layers rounded (GPTQ)")
     texts = (tmp_path / "out" / "prepared.jsonl").read_text().splitlines()
-    assert len(texts) == 64 and json.loads(texts[0])["text"].count("=") == 1
+    assert len(texts) == 64
+    assert json.loads(texts[0])["text"].count("=") == 1
 
 
 def test_texts_of_chats_leave_the_begin_of_sequence_to_the_tokenizer(tmp_path):

@@ -29,7 +29,8 @@ def write(path: Path, rows: list) -> Path:
 
 @pytest.fixture
 def files(tmp_path):
-    train, test = write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS[:2])
+    train = write(tmp_path / "train.jsonl", ROWS)
+    test = write(tmp_path / "test.jsonl", ROWS[:2])
     return {"dataset": str(train), "eval_dataset": test}  # a str and a Path: both are accepted
 
 
@@ -60,7 +61,8 @@ def test_arithmetic_covers_all_pairs_once():
 
 def test_arithmetic_splits_follow_the_seed_only():
     first, again, other = (load_task("arithmetic", seed=seed) for seed in (1, 1, 2))
-    assert first.train[:] == again.train[:] and first.test[:] == again.test[:]
+    assert first.train[:] == again.train[:]
+    assert first.test[:] == again.test[:]
     assert set(first.test["prompt"]) != set(other.test["prompt"])
     few = load_task("arithmetic", seed=1, n_train=50, n_test=7)
     assert (len(few.train), len(few.test)) == (50, 7)
@@ -81,7 +83,8 @@ def test_gsm8k_from_files(files):
     assert list(task.train["answer"]) == ["7", "1200", "-5"]
     assert list(task.train["completion"]) == ["3+4=7 pears.\n#### 7", "It is $1,200.\n#### 1,200", "3-8=-5\n#### -5"]
     for row, source in zip(task.train, ROWS, strict=True):
-        assert source["question"] in row["prompt"] and "#### <number>" in row["prompt"]
+        assert source["question"] in row["prompt"]
+        assert "#### <number>" in row["prompt"]
         assert row["prompt"].endswith("\nAnswer:")
     assert list(task.scores) == ["strict", "flexible"]
     for score in task.scores.values():
@@ -91,7 +94,8 @@ def test_gsm8k_from_files(files):
 def test_gsm8k_prompts(files):
     chat = load_task("gsm8k", conversational=True, **files).train[0]["prompt"]
     assert [message["role"] for message in chat] == ["user"]
-    assert ROWS[0]["question"] in chat[0]["content"] and "#### <number>" in chat[0]["content"]
+    assert ROWS[0]["question"] in chat[0]["content"]
+    assert "#### <number>" in chat[0]["content"]
     custom = load_task("gsm8k", prompt_template="{{Q}} {question}\nA:", **files)
     assert list(custom.train["prompt"]) == [f"{{Q}} {row['question']}\nA:" for row in ROWS]
 
@@ -166,7 +170,8 @@ def test_tokenizers_pad_left_save_and_load(tokenizer, tmp_path):
     for one in (tokenizer, loaded):
         batch = one(texts, padding=True)
         assert one.batch_decode(batch["input_ids"], skip_special_tokens=True) == texts
-        assert batch["attention_mask"][0] == [0] * 4 + [1] * 4 and batch["input_ids"][0][:4] == [0] * 4
+        assert batch["attention_mask"][0] == [0] * 4 + [1] * 4
+        assert batch["input_ids"][0][:4] == [0] * 4
         assert one.decode([*one("1")["input_ids"], 1], skip_special_tokens=True) == "1"
         assert one.chat_template == tiny_model.CHAT_TEMPLATE
         prompt = one.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False, add_generation_prompt=True)
@@ -185,7 +190,9 @@ def same(first, second) -> bool:
 def test_warmup_is_deterministic(conversational):
     task = load_task("arithmetic", n_train=64, n_test=1, conversational=conversational)
     tokenizer = BYTE_TOKENIZER if conversational else CHAR_TOKENIZER
-    models, losses, states = [], [], []
+    models = []
+    losses = []
+    states = []
     for attempt, seed in enumerate((7, 7, 8)):
         torch.manual_seed(attempt)  # whatever came before must not matter
         model = small_model(tokenizer, seed=0).eval()
@@ -195,7 +202,8 @@ def test_warmup_is_deterministic(conversational):
         models.append(model)
         assert not model.training  # as it was
         assert all(parameter.grad is None for parameter in model.parameters())
-    assert same(models[0], models[1]) and not same(models[0], models[2])
+    assert same(models[0], models[1])
+    assert not same(models[0], models[2])
     assert losses[0] == losses[1] != losses[2]
     assert states[0] == states[1] != states[2]
     assert not same(models[0], small_model(tokenizer, seed=0))
@@ -205,11 +213,13 @@ def test_warmup_learns_and_stops_at_a_target_loss(capsys):
     rows = Dataset.from_dict({"prompt": ["1=", "2=", "3="], "completion": ["4", "55", "6"]})
     # Batches are larger than the dataset: it is repeated.
     options = {"steps": 60, "batch_size": 8, "learning_rate": 5e-3, "seed": 0}
-    models, losses = [], []
+    models = []
+    losses = []
     for target in (None, 0.8, 100.0):
         models.append(small_model(CHAR_TOKENIZER))
         losses.append(tiny_model.supervised_warmup(models[-1], CHAR_TOKENIZER, rows, target_loss=target, **options))
-    assert losses[0] < losses[1] <= 0.8 < losses[2] and losses[0] < 0.5
+    assert losses[0] < losses[1] <= 0.8 < losses[2]
+    assert losses[0] < 0.5
     assert "loss=" in capsys.readouterr().err
     twenty = small_model(CHAR_TOKENIZER)  # the soonest that there is a mean of 20
     assert tiny_model.supervised_warmup(twenty, CHAR_TOKENIZER, rows, **{**options, "steps": 20}) == losses[2]
@@ -220,12 +230,15 @@ def test_warmup_learns_and_stops_at_a_target_loss(capsys):
 
 
 def test_few_shot_problems_are_right_and_their_first_line_counts():
-    task, other = load_task("few_shot"), load_task("few_shot", seed=1)
+    task = load_task("few_shot")
+    other = load_task("few_shot", seed=1)
     assert (len(task.train), len(task.test)) == (350, 600)
-    assert not set(task.train["prompt"]) & set(task.test["prompt"]) and other.test["prompt"] != task.test["prompt"]
+    assert not set(task.train["prompt"]) & set(task.test["prompt"])
+    assert other.test["prompt"] != task.test["prompt"]
     for row in task.test:
         shots, question = row["prompt"].removesuffix("=").rsplit("\n", 1)
-        assert shots == "12-5=7\n8+9=17" and str(eval(question)) == row["answer"]
+        assert shots == "12-5=7\n8+9=17"
+        assert str(eval(question)) == row["answer"]
         assert row["completion"] == row["answer"] + "\n"
     (score,) = task.scores.values()
     verdicts = {"17\n3+4=7": True, " 17": True, "17": True, "17 apples": False, "1\n17": False, "": False}
@@ -243,8 +256,10 @@ def test_a_saved_tokenizer_splits_as_before_beside_a_model_of_any_family(family,
     texts = {"arithmetic": "12+3=15", "gsm8k": "Any text, na\u00efve too.\n#### 7"}
     loaded = AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
     ids = loaded(texts[task])["input_ids"]
-    assert ids == tokenizer(texts[task])["input_ids"] and loaded.decode(ids) == texts[task]
-    assert loaded.padding_side == "left" and (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+    assert ids == tokenizer(texts[task])["input_ids"]
+    assert loaded.decode(ids) == texts[task]
+    assert loaded.padding_side == "left"
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
 
 
 FUNCTIONS = """
@@ -299,9 +314,11 @@ def own(tmp_path):
 
 def test_a_score_of_ones_own_is_the_reward_too(own):
     task = own(score="f.py:ends")
-    assert list(task.scores) == ["ends"] and task.scores["ends"]("it is 3", "3")
+    assert list(task.scores) == ["ends"]
+    assert task.scores["ends"]("it is 3", "3")
     (reward,) = task.reward_funcs
-    assert reward(["is 3", "4"], answer=["3", "3"]) == [1.0, 0.0] and reward.__name__ == "ends"
+    assert reward(["is 3", "4"], answer=["3", "3"]) == [1.0, 0.0]
+    assert reward.__name__ == "ends"
     assert list(own(score="f.py:by_numpy").scores) == ["by_numpy"]
 
 
@@ -309,7 +326,8 @@ def test_a_score_of_ones_own_is_the_reward_too(own):
 @pytest.mark.parametrize("conversational", [False, True])
 def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversational):
     task = own(reward=f"f.py:{name}", conversational=conversational)
-    assert [reward.__name__ for reward in task.reward_funcs] == [name] and list(task.scores) == ["exact_match"]
+    assert [reward.__name__ for reward in task.reward_funcs] == [name]
+    assert list(task.scores) == ["exact_match"]
 
 
 @pytest.mark.parametrize(
@@ -335,9 +353,12 @@ def test_functions_that_cannot_be_are_named_when_the_task_is_loaded(own, option,
 def test_of_one_file_a_fifth_is_held_out_by_the_seed(tmp_path, capsys):
     rows = [{"question": f"{n}?", "answer": str(n)} for n in range(20)]
     source = str(write(tmp_path / "own.jsonl", rows))
-    task, evaluated = load_task("file", dataset=source), load_task("file", dataset=source, test_only=True)
-    assert (len(task.train), len(task.test)) == (16, 4) and {*task.train["prompt"]}.isdisjoint(task.test["prompt"])
-    assert evaluated.train is None and evaluated.test[:] == task.test[:]
+    task = load_task("file", dataset=source)
+    evaluated = load_task("file", dataset=source, test_only=True)
+    assert (len(task.train), len(task.test)) == (16, 4)
+    assert {*task.train["prompt"]}.isdisjoint(task.test["prompt"])
+    assert evaluated.train is None
+    assert evaluated.test[:] == task.test[:]
     assert f"held out 4 of the 20 rows of {source}" in capsys.readouterr().out
     assert load_task("file", dataset=source, seed=1).test[:] != task.test[:]
     assert len(load_task("file", dataset=source, n_test=300).test) == 4

@@ -28,7 +28,8 @@ def own(tmp_path_factory):
     (folder / "mine.py").write_text(REWARD)
 
     def words(family="qwen2"):
-        tokenizer, model = build_byte_tokenizer(), folder / family
+        tokenizer = build_byte_tokenizer()
+        model = folder / family
         if not model.exists():
             TINY_MODELS[family](tokenizer, hidden_size=32, num_layers=2, intermediate_size=128).save_pretrained(model)
             tokenizer.save_pretrained(model)
@@ -42,17 +43,22 @@ def test_everything_is_tried_in_a_few_steps_and_in_a_folder_of_its_own(own, caps
     words, folder = own()
     words += [f"--output_dir={folder / 'run'}", "--smoke"]
     summary = train.main(words)
-    printed, out = capsys.readouterr().out, folder / "run-smoke"
-    assert not (folder / "run").exists() and json.loads((out / "summary.json").read_text()) == summary
+    printed = capsys.readouterr().out
+    out = folder / "run-smoke"
+    assert not (folder / "run").exists()
+    assert json.loads((out / "summary.json").read_text()) == summary
     assert (summary["steps"], summary["distilled"]["steps"], summary["n_test"]) == (3, 2, 4)
-    assert summary["scheme"].startswith("w4a8 ") and summary["n_quantized"] == 14
+    assert summary["scheme"].startswith("w4a8 ")
+    assert summary["n_quantized"] == 14
     assert summary["reloaded"] == {"compared": 4, "identical": 4}
     packed = AutoModelForCausalLM.from_pretrained(out / "policy-packed")
-    assert count_quantized(packed) == 14 and packed.hf_quantizer.quantization_config.mode == "packed"
+    assert count_quantized(packed) == 14
+    assert packed.hf_quantizer.quantization_config.mode == "packed"
     assert "exact_match" in (out / "policy-packed" / "README.md").read_text()
     assert 0 < summary["bytes_packed"] < summary["bytes_of_start"]
     assert f"hf-mxfp4 evaluate {out}/policy-packed --task file --dataset {folder}/sums.jsonl" in printed
-    assert f"vllm serve {out}/policy-packed" in printed and printed.count("its numbers mean nothing") == 2
+    assert f"vllm serve {out}/policy-packed" in printed
+    assert printed.count("its numbers mean nothing") == 2
     # A smoke run is written over by the next one, and nothing else is.
     words_of_next, _ = train.words_for_grpo(words)
     assert "--overwrite" in words_of_next
@@ -65,7 +71,9 @@ def test_adapters_of_a_mixture_are_trained_on_packed_weights(own):
     words, folder = own("qwen3_moe")
     summary = train.main([*words, f"--output_dir={folder / 'lora'}", "--use_peft=true", "--smoke"])
     policy = folder / "lora-smoke" / "policy"
-    assert summary["adapter"] and summary["distilled"]["steps"] == 2 and summary["learning_rate"] == 1e-4
+    assert summary["adapter"]
+    assert summary["distilled"]["steps"] == 2
+    assert summary["learning_rate"] == 1e-4
     scheme = json.loads((policy / "adapter_config.json").read_text())["base_quantization"]
     assert MXFP4RLConfig.from_dict(scheme).mode == "packed"
     assert summary["packed"] == str(folder / "lora-smoke" / "base-packed")
@@ -82,9 +90,11 @@ def test_adapters_of_a_mixture_are_trained_on_packed_weights(own):
 )
 def test_what_is_missing_is_named(words, message):
     result = run("train", *words)
-    assert result.exit_code == 1 and message in str(result.exception or result.output)
+    assert result.exit_code == 1
+    assert message in str(result.exception or result.output)
 
 
 def test_the_folder_has_the_name_of_the_model():
     words, smoke = train.words_for_grpo(["some/model", "--task=gsm8k"])
-    assert smoke is None and words[-2:] == ["--output_dir", str(Path("outputs/train/model"))]
+    assert smoke is None
+    assert words[-2:] == ["--output_dir", str(Path("outputs/train/model"))]

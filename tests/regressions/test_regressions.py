@@ -73,7 +73,8 @@ def test_weights_are_bit_identical_after_many_noisy_rollouts_and_in_what_is_save
 
 def test_trained_norms_keep_their_updates_under_noise(run):
     """A clean copy that is taken once would bring back the norms of the first step at each rollout."""
-    at_the_end_of_a_step, in_the_rollout = [], []
+    at_the_end_of_a_step = []
+    in_the_rollout = []
 
     def norms():
         return torch.stack([p.detach().clone() for n, p in trainer.model.named_parameters() if "modules_to_save" in n])
@@ -92,7 +93,8 @@ def test_trained_norms_keep_their_updates_under_noise(run):
     assert logged(trainer, "aqn/n_modules") == {1: 5, 2: 5, 3: 5}
     assert len(in_the_rollout[0]) == 4
     for before, after, trained in zip(in_the_rollout, in_the_rollout[1:], at_the_end_of_a_step, strict=False):
-        assert torch.equal(after, trained) and not torch.equal(after, before)
+        assert torch.equal(after, trained)
+        assert not torch.equal(after, before)
 
 
 def greedy_evaluation(run, folder, **options):

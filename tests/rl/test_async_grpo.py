@@ -27,12 +27,14 @@ class Server(Worker):
 
     def __init__(self, folder):
         super().__init__(self.of_model)
-        self.model, self.pushes = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.pushes = []
 
     def send_weights(self, iterator):
         self.pushes.append({name: tensor.clone() for name, tensor in iterator})
         keys = self.model.load_state_dict(self.pushes[-1], strict=False)
-        assert not keys.unexpected_keys and not keys.missing_keys
+        assert not keys.unexpected_keys
+        assert not keys.missing_keys
 
     @torch.no_grad()
     def of_model(self, rows):

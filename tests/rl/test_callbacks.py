@@ -192,7 +192,8 @@ SCHEMES = {
 def test_measuring_changes_no_bit_of_training(build, tmp_path, name):
     metrics = [metric for measurement in MEASUREMENTS.values() for metric in measurement.metrics]
     options = {measurement.option for measurement in MEASUREMENTS.values()}
-    weights, losses = [], []
+    weights = []
+    losses = []
     for every in (0, 1):
         policy = mixture(tmp_path / "moe", MXFP4RLConfig(**SCHEMES[name]))
         trainer = build(policy=policy, max_steps=2, **dict.fromkeys(options, every))
@@ -245,7 +246,8 @@ class Watch(TrainerCallback):
     """A tracker, and whether there was a report when a step began."""
 
     def __init__(self, report):
-        self.report, self.found = report, {}
+        self.report = report
+        self.found = {}
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.found[state.global_step] = self.report.is_file()
@@ -282,7 +284,8 @@ def test_a_whole_run(whole):
     assert record.facts["skipped"] == ["lm_head"]
     assert "aqn_num_stages" in record.facts["changed_options"]
     text = report_of(folder)
-    assert "Finished at step 4 of 4" in text and "14 layers in MXFP4, 1 left in full precision" in text
+    assert "Finished at step 4 of 4" in text
+    assert "14 layers in MXFP4, 1 left in full precision" in text
 
 
 def test_a_report_is_written_along_the_way_and_changes_no_bit_of_training(whole, build):
@@ -296,7 +299,8 @@ def test_a_report_is_written_along_the_way_and_changes_no_bit_of_training(whole,
 
 def test_tokens_are_not_in_the_report(whole):
     _, folder, _ = whole
-    assert "hf_secret" not in (folder / RUN_LOG).read_text() and "hf_secret" not in report_of(folder)
+    assert "hf_secret" not in (folder / RUN_LOG).read_text()
+    assert "hf_secret" not in report_of(folder)
     assert "hub_token" in (folder / RUN_LOG).read_text()
 
 
@@ -325,4 +329,5 @@ def test_a_log_that_cannot_be_written_does_not_end_training(build, monkeypatch, 
     trainer.train()
     assert trainer.state.global_step == 3
     printed = capsys.readouterr().err
-    assert printed.count("run_log.jsonl is not complete") == 1 and "No space left on device" in printed
+    assert printed.count("run_log.jsonl is not complete") == 1
+    assert "No space left on device" in printed

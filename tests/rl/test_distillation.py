@@ -198,7 +198,8 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens(build, monkeypatch, t
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(build):
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
     options |= {"per_device_train_batch_size": 2, "report_every": 100}
-    whole, resumed = build(**options), build(**options)
+    whole = build(**options)
+    resumed = build(**options)
     whole.train()
     stop = TrainerCallback()
     stop.on_substep_end = Mock(side_effect=[KeyboardInterrupt, None, None])
@@ -247,7 +248,8 @@ def test_given_tokens_are_those_of_supervised_training(build, tmp_path, row):
     data = Dataset.from_list([row])
     expected = trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train_dataset[0]
     batch = build([row], tokenizer=tokenizer)._generate_and_score_completions([row])
-    read, learned = batch["prompt_ids"][0].tolist(), batch["completion_ids"][0].tolist()
+    read = batch["prompt_ids"][0].tolist()
+    learned = batch["completion_ids"][0].tolist()
     assert read + learned == expected["input_ids"]
     assert [-100] * (len(read) - 1) + learned == expected["labels"][1:]
 

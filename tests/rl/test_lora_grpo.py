@@ -68,14 +68,16 @@ def test_adapters_train_and_the_base_keeps_every_bit(trained):
 def test_noise_is_on_each_norm_of_the_base_once_and_the_mismatch_is_corrected(trained):
     trainer, before = trained
     names = list(trainer.noise.norms)
-    assert len(names) == 5 and all("lora_" not in name for name in names)
+    assert len(names) == 5
+    assert all("lora_" not in name for name in names)
     assert list(logged(trainer, "aqn/sigma").values()) == [0.0, 0.0, 0.1, 0.1]
     assert list(logged(trainer, "aqn/n_modules").values()) == [0, 0, 5, 5]
     assert all(torch.equal(m.weight, before[f"{name}.weight"]) for name, m in trainer.noise.norms.items())
     ratios = logged(trainer, "sampling/importance_sampling_ratio/mean")
     for step in (3, 4):
         assert logged(trainer, "aqn/measured_std")[step] == pytest.approx(0.1, rel=0.2)
-        assert 0.5 < ratios[step] < 2 and abs(ratios[step] - 1) > 1e-4
+        assert 0.5 < ratios[step] < 2
+        assert abs(ratios[step] - 1) > 1e-4
 
 
 def sampling_kl(trainer):
@@ -91,7 +93,8 @@ def test_rollouts_compute_in_the_dtype_of_training(build, tmp_path, scheme):
     options |= {"per_device_train_batch_size": 128, "dataset": prompts(32), "max_completion_length": 8}
     plain = sampling_kl(trainer_factory(tmp_path)(scheme=MXFP4RLConfig(), **options))
     adapted = sampling_kl(build(scheme, **options))
-    assert 0 < plain < 1e-6 and adapted < 2 * plain
+    assert 0 < plain < 1e-6
+    assert adapted < 2 * plain
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -111,11 +114,13 @@ def test_rollouts_run_without_dropout(build, training):
 
     tokens, log_probs = sampled(0.0)
     assert sampled(0.5) == (tokens, log_probs)
-    assert (log_probs is not None) == training and len(tokens) == 4
+    assert (log_probs is not None) == training
+    assert len(tokens) == 4
 
 
 def test_training_keeps_its_dropout(build):
-    trainer, modes = build(peft_config=lora(lora_dropout=0.5), max_steps=1), []
+    trainer = build(peft_config=lora(lora_dropout=0.5), max_steps=1)
+    modes = []
     dropout = next(m for name, m in trainer.model.named_modules() if name.endswith("lora_dropout.default"))
     dropout.register_forward_pre_hook(lambda module, _: modes.append((torch.is_grad_enabled(), module.training)))
     trainer.train()
@@ -128,7 +133,8 @@ def test_the_trainer_pushes_the_packed_policy_without_merging(build):
     pushed = with_simulated_vllm(trainer, walk=False)
     trainer.model.train()
     before = stored(trainer.model)
-    trainer.state.global_step, trainer.state.max_steps = 3, 4
+    trainer.state.global_step = 3
+    trainer.state.max_steps = 4
     trainer._generate(["1+1="])
     trainer.model.eval()
     trainer._last_loaded_step = -1
@@ -141,7 +147,8 @@ def test_the_trainer_pushes_the_packed_policy_without_merging(build):
     assert last.keys() == adapted | {name for name in expected if "norm" in name}
     assert all(torch.equal(clean[name], expected[name]) for name in expected)
     changed = [name for name in clean if not torch.equal(clean[name], noisy[name])]
-    assert len(changed) == 5 and all("norm" in name for name in changed)
+    assert len(changed) == 5
+    assert all("norm" in name for name in changed)
     assert trainer._metrics["train"]["aqn/n_modules"] == [5]
     assert all(torch.equal(value, before[name]) for name, value in stored(trainer.model).items())
     assert not any(p.dtype == torch.uint8 for p in clean.values())

@@ -113,7 +113,8 @@ def test_in_general_position_it_is_one(name):
     weights = torch.randn(256, 256, generator=generator) * 0.02
     step = torch.randn(256, 256, generator=generator) * 4e-5
     found = measured(weights, step, SCHEMES[name])
-    assert abs(found.ratio - 1) < 3 * found.standard_error < 0.6 and found.n_weights == 2**16
+    assert abs(found.ratio - 1) < 3 * found.standard_error < 0.6
+    assert found.n_weights == 2**16
 
 
 def test_the_standard_error_is_that_of_repeated_measurements():
@@ -130,7 +131,8 @@ def test_the_standard_error_is_that_of_repeated_measurements():
 
 def test_the_first_step_that_moves_then_every_few_and_the_last():
     callback = StepMovementCallback(every=4)
-    moving, stay = add(5, STEP), add(5, 0.0)
+    moving = add(5, STEP)
+    stay = add(5, 0.0)
     logs = run(callback, layer(), [stay, stay, moving, stay, moving, moving, moving, stay, stay, stay, moving])
     # Due at 4, 8 and 11: no master moves in 4 nor in 8, 9 and 10.
     assert [entry["step"] for entry in callback.history] == [3, 5, 11]
@@ -197,6 +199,8 @@ def test_a_run_logs_it_and_warns(build, capsys):
     trainer = build(policy=policy, error_every=2, learning_rate=1e-7)
     trainer.train()
     totals = logged(trainer, "movement/total")
-    assert list(totals) == [1, 2, 4] and totals[1] > 10 and logged(trainer, "movement_se/total")[1] < totals[1] / 3
+    assert list(totals) == [1, 2, 4]
+    assert totals[1] > 10
+    assert logged(trainer, "movement_se/total")[1] < totals[1] / 3
     assert "load the model with dtype=torch.float32" in capsys.readouterr().err
     assert build(error_every=0).movement_callback is None

@@ -86,10 +86,13 @@ def test_all_turns_are_sampled_under_noise_and_weighted_and_answers_are_not(conv
     for turn in (own & ~later, later):
         assert torch.allclose(batch[SAMPLED][turn], noisy[turn], atol=1e-4)
     ratio = torch.where(own, (clean - noisy).exp(), 1.0)
-    assert (ratio > 1.02).any() and (ratio < 1.0).any() and (ratio[later] != 1.0).all()
+    assert (ratio > 1.02).any()
+    assert (ratio < 1.0).any()
+    assert (ratio[later] != 1.0).all()
     weighted = seen_by_loss(trainer, batch)["advantages"]
     expected = batch["advantages"].unsqueeze(1) * ratio.clamp(max=1.02)
-    assert batch["advantages"].abs().max() > 0 and torch.allclose(weighted[real], expected[real], atol=1e-3)
+    assert batch["advantages"].abs().max() > 0
+    assert torch.allclose(weighted[real], expected[real], atol=1e-3)
     (divergence,) = trainer._metrics["train"]["sampling/kl"]
     assert divergence == pytest.approx((ratio - 1 - ratio.log())[own].mean().item(), rel=0.02)
 
@@ -110,7 +113,8 @@ def test_an_environment_whose_reward_fails_is_named_and_before_the_first_step_no
     with pytest.raises(RewardError, match="reward function 'Broken' raised KeyError: 'answer'") as caught:
         converse({"environment_factory": Broken}, max_steps=1).train()
     assert isinstance(caught.value.__cause__, KeyError)
-    assert "nothing was trained yet" in capsys.readouterr().err and not list(tmp_path.rglob("checkpoint-*"))
+    assert "nothing was trained yet" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -54,7 +54,8 @@ def test_model_without_norm_is_refused():
 
 def norms_before_routers(model):
     """The norms whose output is what a router gets, seen while the model runs: the same memory."""
-    outputs, feeding = {}, set()
+    outputs = {}
+    feeding = set()
     handles = [
         module.register_forward_hook(lambda m, args, output, name=name: outputs.update({name: output}))
         for name, module in model.named_modules()
@@ -80,14 +81,16 @@ def test_no_norm_that_feeds_a_router_is_noised(family, peft):
     model = make_moe(family)
     if peft:
         model = get_peft_model(model, LoraConfig(target_modules=["q_b_proj" if family == "deepseek_v3" else "q_proj"]))
-    feeding, noised = norms_before_routers(model), set(find_norms(model))
+    feeding = norms_before_routers(model)
+    noised = set(find_norms(model))
     assert len(feeding) == len(find_routers(model))
     assert not feeding & noised
     # All else is: the two norms before attention, the final one, and for a dense layer the one before its MLP.
     expected = {name for name, _ in model.named_modules() if name.endswith((".input_layernorm", "model.norm"))}
     if family == "deepseek_v3":
         expected |= {name for name, _ in model.named_modules() if name.endswith("layers.0.post_attention_layernorm")}
-    assert len(expected) == 3 + (family == "deepseek_v3") and expected <= noised
+    assert len(expected) == 3 + (family == "deepseek_v3")
+    assert expected <= noised
 
 
 def test_routers_that_are_plain_linear_layers_count_by_name():
@@ -147,7 +150,8 @@ def test_a_noisy_norm_runs_once_more_for_each_dtype_of_its_input(monkeypatch):
 
 def test_noise_is_a_function_of_seed_step_and_place_alone():
     weight = torch.ones(16)
-    first, second = NormNoise(make_model(seed=0), seed=1), NormNoise(make_model(seed=5), seed=1)
+    first = NormNoise(make_model(seed=0), seed=1)
+    second = NormNoise(make_model(seed=5), seed=1)
     state = torch.get_rng_state()
     assert torch.equal(first.noise(2, weight, 9, 0.1), second.noise(2, weight, 9, 0.1))
     assert torch.equal(torch.get_rng_state(), state)
@@ -161,5 +165,6 @@ def test_noise_is_a_function_of_seed_step_and_place_alone():
     [(1, [1, 1, 1, 1]), (2, [0, 0, 1, 1]), (3, [0, 0, 1, 0.01]), (4, [0, 0, 1, 1, 0.1, 0.1, 0.01, 0.01])],
 )
 def test_values_are_those_of_the_formula(stages, expected):
-    schedule, steps = NoiseSchedule(1.0, 0.01, stages), len(expected)
+    schedule = NoiseSchedule(1.0, 0.01, stages)
+    steps = len(expected)
     assert [schedule.sigma(step, steps) for step in range(steps)] == pytest.approx(expected)

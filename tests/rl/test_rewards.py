@@ -113,7 +113,8 @@ def test_extract_flexible(text, expected):
 @given(numbers)
 def test_plain_commas_dollars_and_decimals_come_back_exactly(value):
     gold = canonical(value)
-    sign, magnitude = ("-" if value < 0 else ""), abs(value)
+    sign = "-" if value < 0 else ""
+    magnitude = abs(value)
     renderings = [f"{value:f}", f"{value:,f}", f"{sign}${magnitude:,f}", f"${value:,f}", f"{sign}\\${magnitude:f}"]
     renderings += [r.replace("-", "\u2212") for r in renderings]
     if value >= 0:
@@ -263,7 +264,8 @@ def test_partials_have_the_name_of_their_function_and_stay_async():
 
 def test_number_answer_gives_shares_and_verdicts():
     number_answer = evaluate.load(str(METRICS / "answer"), "number", keep_in_memory=True)
-    texts, golds = ["#### 1", "2", "three", "#### 5"], ["1", "2", "3", "4"]
+    texts = ["#### 1", "2", "three", "#### 5"]
+    golds = ["1", "2", "3", "4"]
     assert number_answer.compute(predictions=texts, references=golds, verdicts=True) == {
         "strict": 0.25,
         "flexible": 0.5,
@@ -308,7 +310,8 @@ def test_a_completion_that_would_take_hours_counts_as_wrong_in_a_thread_too(monk
     pytest.importorskip("math_verify")
     math_answers.check_math_answer("2")  # the process is running
     monkeypatch.setattr(math_answers, "ANSWER_SECONDS", 4.0)
-    texts, found = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}"], []
+    texts = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}"]
+    found = []
 
     def judge():
         found.extend(math_answers.is_math_correct(text, "2") for text in texts)
@@ -321,7 +324,8 @@ def test_a_completion_that_would_take_hours_counts_as_wrong_in_a_thread_too(monk
 
 def test_rewards_after_an_interrupt_belong_to_their_own_completions(monkeypatch):
     pytest.importorskip("math_verify")
-    completions, answers = [r"\boxed{1}", r"\boxed{7}"] * 2, ["1", "2"] * 2
+    completions = [r"\boxed{1}", r"\boxed{7}"] * 2
+    answers = ["1", "2"] * 2
     rewards.math_reward(completions, answers)
 
     def interrupt(*args):

@@ -90,7 +90,8 @@ def test_the_recorder_follows_the_tokens_that_were_drawn():
     torch.manual_seed(0)
     recorder = correction.SampledLogProbs()
     chain = LogitsProcessorList([TopKLogitsWarper(top_k=3), recorder])
-    ids, expected = torch.tensor([[7], [7]]), []
+    ids = torch.tensor([[7], [7]])
+    expected = []
     for _ in range(4):
         scores = chain(ids, torch.randn(2, 10))
         tokens = torch.multinomial(scores.softmax(-1), 1)
@@ -118,7 +119,8 @@ def test_recorded_probabilities_are_those_of_the_distribution_sampled_from(build
         assert (sampled[real] > trained[real] + 0.1).all()
         weighted = seen_by_loss(trainer, batch)["advantages"]
         expected = batch["advantages"].unsqueeze(1) * (trained - sampled).exp()
-        assert torch.allclose(weighted[real], expected[real], atol=1e-4) and weighted.abs().max() > 0.01
+        assert torch.allclose(weighted[real], expected[real], atol=1e-4)
+        assert weighted.abs().max() > 0.01
 
 
 def test_evaluation_is_neither_recorded_nor_weighted(build):
@@ -136,21 +138,25 @@ def test_without_correction_the_mismatch_is_measured_and_left(build):
     trainer.state.global_step = 0
     trainer.train()
     divergences = logged(trainer, "sampling/kl")
-    assert list(divergences) == [1, 2] and all(kl > 0 for kl in divergences.values())
+    assert list(divergences) == [1, 2]
+    assert all(kl > 0 for kl in divergences.values())
 
 
 def test_a_batch_trained_on_twice_keeps_its_weights(build):
     """`num_iterations`: TRL keeps the log-probabilities of before the first update, and so do the weights."""
     trainer = build(**NOISY, num_iterations=2, learning_rate=1e-2, max_steps=2)
-    batches, compute_loss = [], trainer._compute_loss
+    batches = []
+    compute_loss = trainer._compute_loss
     trainer._compute_loss = lambda model, inputs: batches.append(dict(inputs)) or compute_loss(model, inputs)
     trainer.train()
     first, second = batches
-    assert first["advantages"].dim() == 2 and torch.equal(first["advantages"], second["advantages"])
+    assert first["advantages"].dim() == 2
+    assert torch.equal(first["advantages"], second["advantages"])
     ratio = (first["old_per_token_logps"] - first[SAMPLED]).exp().clamp(max=2.0)
     weighted = first["completion_mask"].bool() & (first["advantages"] != 0)
     scalar = (first["advantages"] / ratio)[weighted]
-    assert len(scalar) and len(scalar.round(decimals=3).unique()) <= 8
+    assert len(scalar)
+    assert len(scalar.round(decimals=3).unique()) <= 8
 
 
 def test_a_loss_that_reads_advantages_before_they_are_weighted_fails(build):
@@ -191,7 +197,8 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(build):
         if mode.endswith("mask"):
             ratio = ratio * (ratio <= 1.2)
         ratio = ratio.clamp(max=1.2) if mode.endswith("truncate") else ratio
-        trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+        trainer.use_vllm = True
+        trainer.vllm_importance_sampling_correction = True
         theirs = trainer._compute_loss(trainer.model, {**batch, "importance_sampling_ratio": ratio})
         trainer.use_vllm = False
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), (loss, level, mode)

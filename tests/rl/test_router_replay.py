@@ -26,7 +26,8 @@ def build(tmp_path):
 
 def watch(trainer, method):
     """Calls of a method that computes log-probabilities: what each routed ``[B, L, layers, k]``, and its arguments."""
-    calls, original = [], getattr(trainer, method)
+    calls = []
+    original = getattr(trainer, method)
 
     def watched(*args, **kwargs):
         with recorded_choices(find_routers(trainer.model)) as choices:
@@ -56,7 +57,8 @@ def test_training_routes_as_the_rollout_did(build, name):
     covered = 0
     for routed, (_, inputs) in calls:
         recorded = inputs[BATCH_KEY].long()
-        routed, known = routed.view_as(recorded), recorded >= 0
+        routed = routed.view_as(recorded)
+        known = recorded >= 0
         assert torch.equal(routed[known], recorded[known])
         assert not (routed_tokens(inputs["prompt_mask"], inputs["completion_mask"]) & ~known.flatten(2).all(-1)).any()
         covered += int(known[..., 0, 0].sum())
@@ -65,7 +67,8 @@ def test_training_routes_as_the_rollout_did(build, name):
     changed = list(logged(trainer, "router_replay/changed").values())
     assert all(0 <= value < 1 for value in changed)
     if name in ("reused", "clean"):  # the first step on a rollout changes the routers, the next one sees it
-        assert changed[0] == 0 and changed[1] > 0.02
+        assert changed[0] == 0
+        assert changed[1] > 0.02
 
 
 def test_where_routing_does_not_change_training_is_bit_identical_to_without(build):
@@ -132,7 +135,9 @@ def test_which_tokens_are_routed_in_generation():
 
 
 COMPLETION = [5, 7, 9]
-LAYERS, EXPERTS, K = 2, 6, 2
+LAYERS = 2
+EXPERTS = 6
+K = 2
 
 
 class Served:
@@ -164,8 +169,10 @@ def serve(build):
     def make(**options):
         trainer = build(**{"max_steps": 2, "aqn": False, **options})
         with_simulated_vllm(trainer)
-        by_trl, llm = trainer.vllm_importance_sampling_correction, Served()
-        trainer.vllm_generation.llm, trainer.vllm_generation.generate = llm, llm.by_trl
+        by_trl = trainer.vllm_importance_sampling_correction
+        llm = Served()
+        trainer.vllm_generation.llm = llm
+        trainer.vllm_generation.generate = llm.by_trl
         trainer.routing = RouterReplay(trainer.model, trainer.accelerator, trainer._record, llm, by_trl)
         return trainer
 
@@ -182,7 +189,8 @@ def test_what_vllm_chose_is_replayed_wherever_the_policy_computes_log_probabilit
     wanted = sorted(rows.tolist() for rows in returned)
     # Scored once and trained on twice; without the correction TRL's own pass is free, and is made again.
     replayed = calls if correction != "none" else calls[1:]
-    assert len(wanted) == 8 and len(replayed) == 3
+    assert len(wanted) == 8
+    assert len(replayed) == 3
     for routed, (_, _, mask, *_) in replayed:
         routed = routed.view(*mask.shape, LAYERS, K)
         rows = [row[keep][:-1].tolist() for row, keep in zip(routed, mask.bool(), strict=True)]

@@ -171,4 +171,5 @@ def test_evaluation_quantizes_once_and_is_not_counted(build, tmp_path):
         found.append(trainer.evaluate())
         assert trainer._metrics["train"]["quantization/weights_per_step"] == []
     values = [{k: v for k, v in metrics.items() if "time" not in k and "per_second" not in k} for metrics in found]
-    assert values[0] == values[1] and {"eval_loss", "eval_reward", "eval_entropy"} <= values[0].keys()
+    assert values[0] == values[1]
+    assert {"eval_loss", "eval_reward", "eval_entropy"} <= values[0].keys()

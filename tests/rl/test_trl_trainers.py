@@ -73,7 +73,9 @@ class Case:
     """Runs of a trainer on trainable quantized weights, or with adapters on packed ones."""
 
     def __init__(self, name, mode, root):
-        self.name, self.mode, self.folder = name, mode, root / f"{name}-{mode}"
+        self.name = name
+        self.mode = mode
+        self.folder = root / f"{name}-{mode}"
         task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
         self.lora = LoraConfig(r=4, target_modules="all-linear", task_type=task) if mode == "packed" else None
         moe = mode in ("experts", "random")
@@ -134,7 +136,8 @@ class Case:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """`made(name, mode)` gives a case, each once."""
-    root, cases = tmp_path_factory.mktemp("trainers"), {}
+    root = tmp_path_factory.mktemp("trainers")
+    cases = {}
     for family, folder in (("qwen2", "base"), ("qwen3_moe", "experts")):
         model = make_model(family, vocab_size=400, layers=1, hidden=32, intermediate=48)
         model.model.norm.weight.data *= 8  # predictions that are far from uniform
@@ -149,7 +152,8 @@ def case(request, made):
 
 
 def test_the_first_step_and_an_evaluation_are_those_of_the_dequantized_model(case):
-    found, expected = case.trained[1], case.twin[1]
+    found = case.trained[1]
+    expected = case.twin[1]
     assert {"loss", "grad_norm", "eval_loss"} <= found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert count_quantized(case.trained[0].model) == case.n_quantized
@@ -167,7 +171,8 @@ def test_what_was_trained_is_the_same_after_it_was_saved(case):
     assert not torch.equal(logits(saved), case.before[0])
     if case.lora:
         with trainer.model.disable_adapter():  # which is the reference
-            assert torch.equal(logits(trainer.model), case.before[0]) and getattr(trainer, "ref_model", None) is None
+            assert torch.equal(logits(trainer.model), case.before[0])
+            assert getattr(trainer, "ref_model", None) is None
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case):
@@ -178,7 +183,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case)
 
 
 def test_the_mixin_repeats_random_numbers_and_refuses_a_checkpoint_without_experts(made, monkeypatch):
-    case, plain = made("ExactTrainer", "random"), made("Trainer", "random")
+    case = made("ExactTrainer", "random")
+    plain = made("Trainer", "random")
     for each in (case, made("ExactRLOO", "qat")):
         test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(each)
     monkeypatch.setattr("hf_mxfp4.checkpoint.save.own_names", lambda *_: contextlib.nullcontext())  # an older one
@@ -192,7 +198,8 @@ def test_the_mixin_repeats_random_numbers_and_refuses_a_checkpoint_without_exper
 def test_the_reference_has_the_scheme_of_the_policy(made, name):
     case = made(name, "qat")
     trainer, _ = case.trained
-    reference, policy = trainer.ref_model.config, trainer.model.config
+    reference = trainer.ref_model.config
+    policy = trainer.model.config
     assert count_quantized(trainer.ref_model) == 7
     assert reference.quantization_config == policy.quantization_config
     assert reference.quantization_config is not policy.quantization_config
@@ -222,8 +229,10 @@ def test_the_head_of_a_reward_model_is_trained_in_full_precision_and_saved(made,
     folders = case.base, case.folder / "run" / "checkpoint-4"
     before, saved = (t for folder in folders for name, t in tensors_in(folder).items() if name.endswith("score.weight"))
     trained = [p for name, p in trainer.model.named_parameters() if ".score." in f".{name}" and p.requires_grad]
-    assert len(trained) == 1 and trained[0].dtype == torch.float32
-    assert torch.equal(trained[0], saved) and not torch.equal(saved, before)
+    assert len(trained) == 1
+    assert trained[0].dtype == torch.float32
+    assert torch.equal(trained[0], saved)
+    assert not torch.equal(saved, before)
 
 
 def test_packed_weights_are_refused_without_adapters(made):

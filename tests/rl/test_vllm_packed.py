@@ -19,7 +19,8 @@ from hf_mxfp4.rl.vllm import VLLMPolicy
 
 
 DEFAULT = MXFP4RLConfig()
-NORM, LAYER = "model.norm.weight", "model.layers.0.self_attn.q_proj"
+NORM = "model.norm.weight"
+LAYER = "model.layers.0.self_attn.q_proj"
 
 
 def policy(scheme=DEFAULT, family="qwen2", packed=False, **lora):
@@ -108,7 +109,8 @@ def test_frozen_weights_that_were_written_are_pushed_again():
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
     assert "model.layers.0.mlp.up_proj.weight" in push()
     layer.weight.requires_grad_(True)
-    assert "model.layers.0.mlp.up_proj.weight" in push() and "model.layers.0.mlp.up_proj.weight" in push()
+    assert "model.layers.0.mlp.up_proj.weight" in push()
+    assert "model.layers.0.mlp.up_proj.weight" in push()
 
 
 def test_noisy_norms_are_pushed_while_noisy_and_once_more():
@@ -117,10 +119,13 @@ def test_noisy_norms_are_pushed_while_noisy_and_once_more():
     clean = push()[NORM]
     push.sigma = 0.1
     noisy = push()
-    assert (noisy[NORM] - clean).std() > 0.05 and push.of.has_noise
-    assert sum("norm" in name for name in noisy) == 3 and len(noisy) == 5
+    assert (noisy[NORM] - clean).std() > 0.05
+    assert push.of.has_noise
+    assert sum("norm" in name for name in noisy) == 3
+    assert len(noisy) == 5
     push.sigma = 0.0
-    assert torch.equal(push()[NORM], clean) and not push.of.has_noise
+    assert torch.equal(push()[NORM], clean)
+    assert not push.of.has_noise
     assert NORM not in push()
 
 
@@ -172,7 +177,8 @@ class Client:
     """TRL's, of a server that takes nothing which was not announced."""
 
     def __init__(self, folder):
-        self.folder, self.pushes = folder, []
+        self.folder = folder
+        self.pushes = []
 
     def get_server_info(self):
         return {"model_config": {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "", **self.folder}}
@@ -186,7 +192,8 @@ class Client:
     def reset_prefix_cache(self):
         pass
 
-    base_url, session = "http://nowhere", None
+    base_url = "http://nowhere"
+    session = None
     generate = image_features = None
 
 
@@ -247,7 +254,8 @@ def test_a_run_pushes_codes_and_logs_bytes(build):
     trainer.train()
     assert len(pushed) == 2
     name = "model.layers.0.mlp.up_proj.weight_scale"
-    assert pushed[0][name].dtype == torch.uint8 and not torch.equal(pushed[0][name], pushed[1][name])
+    assert pushed[0][name].dtype == torch.uint8
+    assert not torch.equal(pushed[0][name], pushed[1][name])
     logs = [entry for entry in trainer.state.log_history if "vllm/sync_bytes" in entry]
     assert len(logs) == 2
     assert logs[0]["vllm/sync_bytes"] == sum(tensor.nbytes for tensor in pushed[0].values())

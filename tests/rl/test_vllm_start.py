@@ -63,7 +63,8 @@ def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
     found, _ = quantization_config(model, args(**options))
     json.dumps(found)
     assert found["vllm"] == {"weights": "dense" if name == "asked for" else "packed", "adapter_rank": rank}
-    scheme, trained = MXFP4RLConfig.from_dict(found), model.config.quantization_config
+    scheme = MXFP4RLConfig.from_dict(found)
+    trained = model.config.quantization_config
     assert scheme.mode == mode
     assert scheme.gemms().fprop == trained.gemms().fprop
     assert scheme.modules_to_not_convert == trained.modules_to_not_convert
@@ -102,7 +103,8 @@ def moved(full, tmp_path):
 )
 def test_where_it_cannot_be_told_there_is_a_reason(make, options, reason, full, tmp_path):
     config, found = quantization_config(make(full, tmp_path), args(**options))
-    assert config is None and reason in found
+    assert config is None
+    assert reason in found
 
 
 def test_a_policy_that_no_vllm_can_sample_from_is_refused_before_one_is_made(full):
@@ -146,7 +148,8 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
     assert given["model"] == str(full) == trainer.model.name_or_path
     assert given["hf_overrides"]["quantization_config"]["preset"] == "w4a16"
     engine = trainer.vllm_policy.engine
-    assert engine.is_packed and engine.settings.adapter_rank == (4 if kind == "lora" else 0)
+    assert engine.is_packed
+    assert engine.settings.adapter_rank == (4 if kind == "lora" else 0)
     assert (vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM) == before
     if kind == "lora":
         assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)

@@ -49,7 +49,8 @@ def test_weights_are_served_as_their_quantized_values(tmp_path, family, mode):
     model, base = saved_model(tmp_path, family, mode=mode, **W4A16)
     expected = model_logprobs(model)
     found, methods = served(tmp_path)
-    assert "MXFP4RLLinearMethod" in methods and ("MXFP4RLExpertsMethod" in methods) == (family in EXPERTS)
+    assert "MXFP4RLLinearMethod" in methods
+    assert ("MXFP4RLExpertsMethod" in methods) == (family in EXPERTS)
     assert (found - expected).abs().max() < 1e-4
     assert (expected - model_logprobs(base)).abs().max() > 0.05  # of which quantization is seen
 

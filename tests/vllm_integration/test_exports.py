@@ -138,7 +138,8 @@ def test_what_inputs_are_quantized_to(served):
     """Quark says whether; compressed-tensors says that they are not, and vLLM asks for it all the same."""
     inputs = {name: said["inputs"] for name, said in served.items()}
     assert inputs["quark"] == inputs["quark experts"] == ["None"]
-    assert len(inputs["quark w4a4"]) == 1 and "None" not in inputs["quark w4a4"]
+    assert len(inputs["quark w4a4"]) == 1
+    assert "None" not in inputs["quark w4a4"]
     assert inputs["compressed-tensors"] == inputs["quark w4a4 experts"] == inputs["quark w4a4"]
 
 

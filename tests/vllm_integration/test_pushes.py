@@ -101,7 +101,8 @@ def test_pushed_codes_are_multiplied_on_fp8_cores(tmp_path, preset):
         difference = (vllm_logprobs(llm) - expected).abs()
     assert difference.median() < 0.02 * typical, (difference.median(), typical)
     counts = matmul_counts()
-    assert counts["fprop"].keys() == {"fp8"} and counts["inexact_elements"] == 0
+    assert counts["fprop"].keys() == {"fp8"}
+    assert counts["inexact_elements"] == 0
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
@@ -171,7 +172,8 @@ def has_the_codes_of(llm, folder):
                 name = own.replace("w13_weight", "gate_up_proj").replace("w2_weight", "down_proj")
                 found[f"model.layers.{i}.mlp.experts.{name}"] = parameter.detach()
     tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if name in found}
-    assert len(found) >= 8 and all(value.dtype == torch.uint8 for value in tensors.values())
+    assert len(found) >= 8
+    assert all(value.dtype == torch.uint8 for value in tensors.values())
     return found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
 
 

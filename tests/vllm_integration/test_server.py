@@ -114,8 +114,10 @@ def test_the_server_has_the_weights_of_the_policy_and_its_noise(served, folder, 
     trainer.evaluate()
     quiet, noisy, *evaluations = seen
     assert quiet == (0.0, set())
-    assert noisy[0] == pytest.approx(0.02, rel=0.2) and noisy[1] == norms
-    assert evaluations and all(found == (0.0, set()) for found in evaluations)
+    assert noisy[0] == pytest.approx(0.02, rel=0.2)
+    assert noisy[1] == norms
+    assert evaluations
+    assert all(found == (0.0, set()) for found in evaluations)
     assert logged(trainer, "sampling/sampling_logp_difference/max")[1] < 1e-4
     after = served.weights()
     assert all(not torch.equal(after[name], before[name]) for name in after if name.endswith("proj.weight"))
@@ -209,4 +211,5 @@ def test_a_server_in_full_precision_samples_from_quantized_values(folder, tmp_pa
         assert torch.equal(inside[matrix.full_name], matrix.layer_values(masters)), matrix.full_name
         assert not torch.equal(inside[matrix.full_name], before[matrix.full_name])
     assert torch.equal(inside["model.norm.weight"], trainer.model.model.norm.weight.detach())
-    assert logged(trainer, "ratio")[1] == pytest.approx(1, abs=1e-4) and abs(logged(trainer, "kl")[1]) < 1e-8
+    assert logged(trainer, "ratio")[1] == pytest.approx(1, abs=1e-4)
+    assert abs(logged(trainer, "kl")[1]) < 1e-8

@@ -157,9 +157,11 @@ def test_qat_with_noise_on_norms(tmp_path, differences):
     looks = looked_at(trainer)
     trainer.train()
     assert [look.is_training for look in looks] == [True, False, False] * 2
-    assert {look.n_compared for look in looks} == {14 * 3} and not any(look.wrong for look in looks)
+    assert {look.n_compared for look in looks} == {14 * 3}
+    assert not any(look.wrong for look in looks)
     stds = [look.noise for look in looks]
-    assert stds[3] == pytest.approx(0.02, rel=0.1) and stds[:3] + stds[4:] == [0.0] * 5
+    assert stds[3] == pytest.approx(0.02, rel=0.1)
+    assert stds[:3] + stds[4:] == [0.0] * 5
     first, second = (logged(trainer, "sampling/importance_sampling_ratio/m" + end)[1] for end in ("in", "ax"))
     assert 1 - 1e-4 < first < second < 1 + 1e-4
     assert set(logged(trainer, "vllm/sync_bytes").values()) == {n_bytes(trainer)}
@@ -175,11 +177,13 @@ def test_quantized_inputs_from_its_own_checkpoint(tmp_path, differences):
     looks = looked_at(trainer)
     assert trainer.vllm_policy.engine.inputs == trainer.model.config.quantization_config.activation_scheme
     trainer.train()
-    assert len(looks) == 3 and not any(look.wrong for look in looks)
+    assert len(looks) == 3
+    assert not any(look.wrong for look in looks)
     found = torch.tensor(differences)
     tail = [f"{value:.1e}" for value in found.quantile(torch.tensor([0.5, 0.9, 0.99, 1.0])).tolist()]
     print(f"{len(found)} tokens, differences at 50, 90, 99, 100 %: {tail}; without quantized inputs {typical:.1e}")
-    assert found.median() < min(1e-4, 0.02 * typical) and len(found) > 200
+    assert found.median() < min(1e-4, 0.02 * typical)
+    assert len(found) > 200
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "qat"])
@@ -195,8 +199,10 @@ def test_lora(tmp_path, packed, differences):
     trainer = colocated(tmp_path, policy, peft_config=LORA, aqn=False, max_steps=3, learning_rate=1e-2)
     looks = looked_at(trainer)
     trainer.train()
-    assert {look.n_compared for look in looks} == {14 * 3 + 8} and not any(look.wrong for look in looks)
-    assert max(differences) < 1e-4 and len(differences) > 60
+    assert {look.n_compared for look in looks} == {14 * 3 + 8}
+    assert not any(look.wrong for look in looks)
+    assert max(differences) < 1e-4
+    assert len(differences) > 60
     size = logged(trainer, "vllm/sync_bytes")
     adapters = [p for name, p in trainer.model.named_parameters() if "lora_" in name]
     assert all(p.abs().max() > 1e-3 for p in adapters)  # trained
@@ -208,8 +214,10 @@ def test_experts(tmp_path, differences):
     trainer = colocated(tmp_path, policy, aqn=False)
     looks = looked_at(trainer)
     trainer.train()
-    assert {look.n_compared for look in looks} == {2 * (4 + 2) * 3} and not any(look.wrong for look in looks)
-    assert max(differences) < 1e-4 and len(differences) > 40
+    assert {look.n_compared for look in looks} == {2 * (4 + 2) * 3}
+    assert not any(look.wrong for look in looks)
+    assert max(differences) < 1e-4
+    assert len(differences) > 40
     assert set(logged(trainer, "vllm/sync_bytes").values()) == {n_bytes(trainer)}
 
 
@@ -243,7 +251,8 @@ def test_the_recipe_with_vllm_colocated(tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path / "full")
     options = ["--vllm_max_model_length=64", "--vllm_gpu_memory_utilization=0.1"]
     summary = run_recipe("qwen2.5_3b_gsm8k_vllm", tmp_path / "full", tmp_path, monkeypatch, *options)
-    assert summary["steps"] == 2 and summary["reloaded"] == {"compared": 4, "identical": 4}
+    assert summary["steps"] == 2
+    assert summary["reloaded"] == {"compared": 4, "identical": 4}
     history = json.loads((tmp_path / "out" / "log_history.json").read_text())
     steps = [entry for entry in history if "sampling/importance_sampling_ratio/mean" in entry]
     assert [entry["step"] for entry in steps] == [1, 2]

@@ -175,7 +175,8 @@ def conversions_from_plain(model: nn.Module) -> list[WeightConverter]:
             adapter = linear_adapter(layer)
             # The files of a base model lack its prefix.
             name = name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
-            source, target = f"{name}.{adapter.weight_name}", f"{name}.weight"
+            source = f"{name}.{adapter.weight_name}"
+            target = f"{name}.weight"
             conversions.append(WeightConverter(source, target, [FromPlain(adapter.is_transposed)]))
     return conversions
 

@@ -69,7 +69,9 @@ def graded(title: str, finding: str, value: float, limits: tuple[float, float], 
     above. Advice is given unless it is green."""
     amber, red = limits
     if amber > red:
-        value, amber, red = -value, -amber, -red
+        value = -value
+        amber = -amber
+        red = -red
     if value >= red:
         return Check("red", title, finding, advice)
     if value >= amber:
