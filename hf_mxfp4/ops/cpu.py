@@ -202,7 +202,8 @@ class PackedProduct:
     ``Q(W)`` is first rounded to the dtype of ``x``, in panels.
 
     Args:
-        n, k: rows and columns of a weight.
+        n: rows of a weight.
+        k: its columns.
         scheme: what weights are quantized with.
         dtype: of inputs, biases and outputs: float32, bfloat16 or float16.
         n_experts: experts of a weight ``[E, N, K]``; `None` for a weight ``[N, K]``.

@@ -249,7 +249,8 @@ class PackedProduct:
     of different layers may run at the same time, and those of one product share counters.
 
     Args:
-        n, k: rows and columns of a weight.
+        n: rows of a weight.
+        k: its columns.
         scheme: what weights are quantized with.
         device: where they are.
         n_experts: experts of a weight ``[E, N, K]``; `None` for a weight ``[N, K]``.
