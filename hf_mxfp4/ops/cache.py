@@ -141,7 +141,9 @@ def _place(weight: torch.Tensor) -> tuple:
 
 
 def _version(weight: torch.Tensor, step: int | None) -> tuple:
-    return None if weight.is_inference() else weight._version, step
+    """Return what changes when PyTorch notices a write to a weight, and the optimizer step."""
+    writes = None if weight.is_inference() else weight._version
+    return writes, step
 
 
 def _written_to(stale: Any, value: Any) -> Any:
