@@ -28,7 +28,7 @@ from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.ops import quantization
 from mxfp4_kernels.decode import product
 
-from .records import made, median_ratio, option_parser, write
+from .records import commit, made, median_ratio, option_parser, write
 
 
 ROUNDS = 201
@@ -100,7 +100,7 @@ def main() -> None:
             for name, call in ways.items():
                 times[name].append(microseconds(call))
     baseline, *_ = times.values()
-    common = made("python -m benchmarks.host_time", ("torch", "triton"))
+    common = made("python -m benchmarks.host_time", ("torch", "triton")) | {"commit": commit()}
     records = []
     for name, found in times.items():
         record = {
