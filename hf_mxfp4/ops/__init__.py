@@ -4,7 +4,7 @@
 from .autograd import autocast_dtype, quantized_linear
 from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
 from .choice import hardware_of, select_matmul
-from .codes import multiply_codes, reads_packed_on_gpus
+from .codes import reads_packed_on_gpus
 from .fp4 import to_fp4
 from .fp8 import multiply_fp8, to_fp8
 from .functional import fake_quantize, quantize

@@ -2,7 +2,6 @@
 """Products with the codes of weights, without their values in memory where a kernel multiplies with codes."""
 
 import torch
-import torch.nn.functional as F
 
 from ..numerics import MXFP4Tensor, QuantScheme
 from . import cpu as on_cpu
@@ -13,40 +12,29 @@ from .packed_weight import of_expert
 
 
 def multiply_codes(
-    a: torch.Tensor,
-    b: MXFP4Tensor,
-    bias: torch.Tensor | None,
-    groups: Groups | None,
-    codes_backend: str,
-    backend: str = "auto",
+    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups | None, codes_backend: str
 ) -> torch.Tensor:
     """Return ``a [..., K] Q(W)^T + bias``; with groups for the rows of each expert.
 
-    Exact products are summed in float32 where a kernel multiplies with codes, while values are rounded to the dtype of
-    ``a`` first, so that with macro factors or residuals the two differ by about one rounding.
+    Exact products are summed in float32, while a product of values rounds these to the dtype of ``a`` first, so that
+    with macro factors or residuals the two differ by about one rounding.
 
     Args:
         a: values.
         b: the codes ``[N, ...]``, or of all experts ``[E, N, ...]``.
         bias: in the dtype of ``a``, or `None`.
         groups: the rows of each expert; `None` for one weight.
-        codes_backend: what multiplies with codes: ``"cpu"``, ``"triton"``, or ``"eager"`` where nothing does.
-        backend: what dequantizes where no kernel takes so many rows.
+        codes_backend: what multiplies: ``"cpu"``, or ``"triton"`` for rows that it [`decodes`].
     """
+    if codes_backend == "triton":
+        return triton_kernels.linear(a, b, bias, None if groups is None else groups.offsets(a.device))
     if groups is None:
-        if codes_backend == "cpu":
-            return on_cpu.product(a, b, bias)
-        if decodes(a, a.dtype, codes_backend, None):
-            return triton_kernels.linear(a, b, bias)
-        return F.linear(a, quantization.dequantize(b, a.dtype, backend), bias)
-    if decodes(a, a.dtype, codes_backend, groups):
-        return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
-    if codes_backend == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
+        return on_cpu.product(a, b, bias)
+    if max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.product(a, b, bias, groups.offsets(a.device))
     out = a.new_empty(a.shape[0], b.codes.shape[1])
     for expert, rows in groups:  # values of one expert are in memory at a time
-        expert_bias = None if bias is None else bias[expert]
-        out[rows] = multiply_codes(a[rows], of_expert(b, expert), expert_bias, None, codes_backend, backend)
+        out[rows] = on_cpu.product(a[rows], of_expert(b, expert), None if bias is None else bias[expert])
     return out
 
 

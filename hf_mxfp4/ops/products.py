@@ -282,7 +282,7 @@ class CodesProducts:
         if backend != "cpu" and not decodes(x.x, x.dtype, backend, x.groups):
             return None
         codes = weight_codes(weight, x.state)
-        return multiply_codes(x.values(), codes, bias, x.groups, backend, self.spec.backend), None
+        return multiply_codes(x.values(), codes, bias, x.groups, backend), None
 
 
 def fp4_products(spec: GemmSpec, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> FP4Products | None:
