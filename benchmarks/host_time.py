@@ -26,9 +26,10 @@ from triton.compiler.compiler import CompiledKernel
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.ops import quantization
+from hf_mxfp4.recipes.common.reporting import source_commit
 from mxfp4_kernels.decode import product
 
-from .records import commit, made, median_ratio, option_parser, write
+from .records import made, median_ratio, option_parser, write
 
 
 ROUNDS = 201
@@ -100,7 +101,7 @@ def main() -> None:
             for name, call in ways.items():
                 times[name].append(microseconds(call))
     baseline, *_ = times.values()
-    common = made("python -m benchmarks.host_time", ("torch", "triton")) | {"commit": commit()}
+    common = made("python -m benchmarks.host_time", ("torch", "triton")) | {"commit": source_commit()}
     records = []
     for name, found in times.items():
         record = {

@@ -5,7 +5,6 @@ import argparse
 import datetime
 import json
 import statistics
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,12 +55,6 @@ def made(command: str, packages: Iterable[str], machine: str | None = None) -> d
         "command": command,
         "date": datetime.date.today().isoformat(),
     }
-
-
-def commit() -> str:
-    """Return the last commit that changed what is measured: the package or its kernels."""
-    words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:

@@ -23,7 +23,8 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
     """Make one record for every finished run, in the order of the grid.
 
     `value` is the accuracy after RL under the cell's own scheme (0 to 1), see [`Grid`], on `n_test` problems,
-    `baseline` that of the reference with the same seed, `curves` what was logged: lists of step and value.
+    `mean_of_curve` the mean of all greedy evaluations while it trained, `baseline` the value of the reference with the
+    same seed, `curves` what was logged: lists of step and value.
 
     Raises `ValueError` for a run with fewer evaluations than the grid takes the mean of, or with other options.
     """
@@ -61,6 +62,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "baseline": baseline,
                 "ratio": ratio,
                 "ceiling_fraction": after,
+                "mean_of_curve": _mean_of_curve(score, curves),
                 "model": grid.label,
                 "cell": run.cell.name,
                 "label": run.cell.label,
@@ -114,6 +116,14 @@ def _accuracy(run: Run, summary: Record, curves: Mapping[str, Sequence[tuple[int
             "evaluate_every, and evaluate_every_n to all test problems"
         )
     return fmean(values)
+
+
+def _mean_of_curve(score: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float | None:
+    """Return the mean of the greedy evaluations of a run while it trained; `None` without any."""
+    evaluations = curves.get(f"greedy/{score}")
+    if not evaluations:
+        return None
+    return fmean(value for _, value in evaluations)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

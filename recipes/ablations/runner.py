@@ -16,7 +16,7 @@ import yaml
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.files import break_links, replace_file, write_json
 from hf_mxfp4.recipes.common.options import load_yaml
-from hf_mxfp4.recipes.common.reporting import hardware, tell
+from hf_mxfp4.recipes.common.reporting import hardware, source_commit, tell
 from hf_mxfp4.utils import package_versions, share_text
 
 from .grid import Grid, Run
@@ -44,7 +44,7 @@ def finished(run: Run) -> dict[str, Any] | None:
 
 
 def state_of(run: Run) -> dict[str, Any]:
-    """Return where and when a run was made: ``hardware``, ``versions`` and ``date``."""
+    """Return where, by what and when a run was made: ``hardware``, ``versions``, ``commit`` and ``date``."""
     return json.loads((run.folder / "cell.json").read_text())
 
 
@@ -97,6 +97,7 @@ def _start(run: Run, threads: int) -> subprocess.Popen:
     state = {
         "hardware": hardware(threads),
         "versions": package_versions(),
+        "commit": source_commit(),
         "date": datetime.date.today().isoformat(),
     }
     write_json(folder / "cell.json", state, indent=1)

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import errno
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
+import hf_mxfp4
 from hf_mxfp4.files import printable
 from hf_mxfp4.utils import cpu_name
 
@@ -122,6 +124,13 @@ def hardware(threads: int | None = None) -> str:
     """Describe this machine: GPU, processor, cores, and the threads that torch uses (or ``threads``)."""
     gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     return f"{gpu}{cpu_name()}, {os.cpu_count()} logical cores, {threads or torch.get_num_threads()} threads"
+
+
+def source_commit() -> str:
+    """Return the last commit that changed the package or its kernels; empty where it is no checkout of git."""
+    words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels"]
+    root = Path(hf_mxfp4.__file__).parents[1]
+    return subprocess.run(words, cwd=root, capture_output=True, text=True).stdout.strip()
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -88,10 +88,14 @@ class Subsets:
     n_test: int | None = None
     conversational: bool = False
 
-    def split(self, name: str, problems: list[tuple[str, str, str]], n_held_out: int) -> dict[str, Dataset]:
-        """Shuffle problems (prompt, completion, answer) and split them: the first ``n_held_out`` are the test split."""
-        random.Random(self.seed).shuffle(problems)
-        parts = {"test": problems[:n_held_out], "train": problems[n_held_out:]}
+    def split(self, name: str, groups: list[list[tuple[str, str, str]]], n_held_out: int) -> dict[str, Dataset]:
+        """Shuffle groups of problems (prompt, completion, answer) and split them: the first ``n_held_out`` problems are
+        the test split. Those of a group, of which one tells the answer of the others, stay together."""
+        random.Random(self.seed).shuffle(groups)
+        parts: dict[str, list[tuple[str, str, str]]] = {"test": [], "train": []}
+        for group in groups:
+            has_room = len(parts["test"]) + len(group) <= n_held_out
+            parts["test" if has_room else "train"] += group
         splits = {}
         for split, wanted in (("test", self.n_test), ("train", self.n_train)):
             chosen = choose_rows(len(parts[split]), wanted, what=f"{name}: the {split} split", seed=self.seed)

@@ -298,10 +298,10 @@ _LIMIT = 50
 def arithmetic(subsets: Subsets) -> Task:
     """Prompts ``"a+b="`` for all pairs 0 <= a, b < 50, shuffled by the seed; one fifth, 500, is held out as the test. A
     model of 0.6M parameters learns it on two CPU cores in minutes."""
-    problems = [(f"{a}+{b}=", str(a + b), str(a + b)) for a in range(_LIMIT) for b in range(_LIMIT)]
+    groups = [[(f"{a}+{b}=", str(a + b), str(a + b))] for a in range(_LIMIT) for b in range(_LIMIT)]
     return Task(
         "arithmetic",
-        **subsets.split("arithmetic", problems, len(problems) // 5),
+        **subsets.split("arithmetic", groups, len(groups) // 5),
         reward_funcs=[exact_match_reward],
         scores={"exact_match": is_exact_match},
         max_completion_length=4,  # two digits, the end, and one to get wrong
@@ -321,14 +321,19 @@ def is_first_line_correct(completion: str, answer: str) -> bool:
 def few_shot(subsets: Subsets) -> Task:
     r"""Prompts ``"12-5=7\n8+9=17\n14+9="``: sums and differences of numbers from 1 to 25, none negative, after two
     solved ones, which a small language model half knows. Of 950, 600 are held out as the test: enough to tell two
-    points of accuracy apart within a seed."""
+    points of accuracy apart within a seed. No sum of the test has its twin, ``9+14``, in training."""
+
+    def problem(a: int, sign: str, b: int) -> tuple[str, str, str]:
+        gold = a + b if sign == "+" else a - b
+        return f"{SHOTS}{a}{sign}{b}=", f"{gold}\n", str(gold)
+
     numbers = range(1, _LARGEST + 1)
-    problems = [(f"{a}+{b}=", a + b) for a in numbers for b in numbers]
-    problems += [(f"{a}-{b}=", a - b) for a in numbers for b in range(1, a + 1)]
-    problems = [(SHOTS + question, f"{gold}\n", str(gold)) for question, gold in problems]
+    groups = [[problem(a, "+", a)] for a in numbers]
+    groups += [[problem(a, "+", b), problem(b, "+", a)] for a in numbers for b in range(1, a)]
+    groups += [[problem(a, "-", b)] for a in numbers for b in range(1, a + 1)]
     return Task(
         "few_shot",
-        **subsets.split("few_shot", problems, _HELD_OUT),
+        **subsets.split("few_shot", groups, _HELD_OUT),
         reward_funcs=[reward_of(is_first_line_correct)],
         scores={"first_line": is_first_line_correct},
         max_completion_length=3,  # two digits and the end of the line

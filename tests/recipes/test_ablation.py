@@ -97,6 +97,15 @@ def test_cells_of_the_recovery_grid_do_what_their_names_say(recovery):
     assert recovery["mxfp4_delta"].training.delta == 2.0
 
 
+def test_cells_of_two_points_have_dithered_masters_and_their_schemes():
+    grid = read_grid(CONFIGS / "recovery_two_points.yaml", options={"evaluate_n": 8})
+    runs = [run for run in grid.runs if run.seed == 0]
+    options = {run.cell.name: run.parse() for run in runs}
+    assert options["bf16"].recipe.study.dither_masters
+    assert options["w4a8_smoothed"].quantization == MXFP4RLConfig(preset="w4a8", smooth=True)
+    assert not set(grid.seeds) & {100, 101}
+
+
 def test_a_run_is_the_shared_options_and_its_own(tmp_path):
     grid = read_grid(write(tmp_path / "grid.yaml", train={"learning_rate": 1e-5, "macro_block": 64, "use_cpu": True}))
     runs = list(grid.runs)
@@ -331,6 +340,7 @@ def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(finished_run, tmp_p
     assert main(["--config", path]) == 0
     (record,) = records_in(tmp_path / "out")
     assert record["value"] == 0.3125
+    assert record["mean_of_curve"] == 0.25
     assert record["shape"] == "16 problems, 3 GRPO steps"
     assert record["standard_error"] == pytest.approx(0.11588, abs=1e-5)  # sqrt(.3125 * .6875 / 16)
     assert record["curves"] == {"reward": [[1, 0.5124]], "greedy/strict": [[1, 0.125], [2, 0.25], [3, 0.375]]}

@@ -246,6 +246,16 @@ def test_few_shot_problems_are_right_and_their_first_line_counts():
     assert task.reward_funcs[0](completions=["17\n1+1=2", "3"], answer=["17", "17"]) == [1.0, 0.0]
 
 
+def test_no_sum_of_the_few_shot_test_has_its_twin_in_training():
+    task = load_task("few_shot")
+    train, test = (
+        {row["prompt"].removesuffix("=").rsplit("\n", 1)[1] for row in split} for split in (task.train, task.test)
+    )
+    sums = [question.split("+") for question in test if "+" in question]
+    assert len(sums) > 300
+    assert not {f"{b}+{a}" for a, b in sums} & train
+
+
 @pytest.mark.parametrize("family", sorted(tiny_model.TINY_MODELS))
 @pytest.mark.parametrize("task", ["arithmetic", "gsm8k"])
 def test_a_saved_tokenizer_splits_as_before_beside_a_model_of_any_family(family, task, tmp_path):
