@@ -12,6 +12,7 @@ from .model import (
     full_precision,
     gathered,
     is_full_precision,
+    joined_layers,
     matrix_names,
     random_layers,
     set_quantization_step,

@@ -117,6 +117,16 @@ def matrix_names(name: str, layer: nn.Module) -> list[str]:
     return [name]
 
 
+def joined_layers(model: nn.Module) -> list[list[str]]:
+    """Return the names of the packed layers of each joined product of a model; see [`hf_mxfp4.ops.joined`]."""
+    products: dict[int, list[str]] = {}
+    for name, layer in model.named_modules():
+        joined = layer.joined if isinstance(layer, MXFP4PackedLinear) else None
+        if joined is not None and joined.product.weights is not None:
+            products.setdefault(id(joined.product), []).append(name)
+    return list(products.values())
+
+
 def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:
     """Yield all matrices of the trainable quantized layers of ``model``, in its order."""
     for name, layer in model.named_modules():

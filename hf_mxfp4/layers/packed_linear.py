@@ -12,6 +12,7 @@ from ..model.plain_layers import linear_size, linear_weight
 from ..numerics import LinearScheme, MXFP4Tensor
 from ..ops import (
     PACKED_FIELDS,
+    JoinedRows,
     PackedState,
     PackedWeight,
     check_packed,
@@ -19,12 +20,14 @@ from ..ops import (
     compiled_packed_linear,
     dequantize,
     is_same_memory,
+    observe,
     packed_linear,
     packed_shapes,
     packed_tensor,
     quantize_input,
     quantize_weight,
     register_owner,
+    traced_product,
     weight_values,
 )
 from .linear import QuantizedLayer, plain_class_of, spec_of
@@ -96,10 +99,13 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages.
         state: as in [`MXFP4Linear`].
+        joined: the layer's place in a product with other layers; see [`hf_mxfp4.ops.joined`].
 
     A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``, whose rotation, if it
     has one, divides ``in_features``.
     """
+
+    joined: JoinedRows | None = None
 
     def __init__(
         self,
@@ -206,14 +212,18 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         """
         if torch.compiler.is_compiling():
             # All that is read of the layer here is guarded in each call of compiled code.
-            return compiled_packed_linear(x, self.weight, self.bias)
+            if self.joined is None or torch.is_grad_enabled():
+                return compiled_packed_linear(x, self.weight, self.bias)
+            return traced_product(self.joined, x, self)
         # `nn.Module.__getattr__` would take longer than all of the rest.
         packed = tuple(map(self._parameters.get, PACKED_FIELDS))
         bias = self._parameters.get("bias")
         state = self.state
         plan = state.plans.get(x.dtype)
         if plan is not None and plan.takes(x, packed, bias, state):
-            return plan(x, packed, bias)
+            if self.joined is None:
+                return plan(x, packed, bias)
+            return self.joined(x, packed, bias, plan)
 
         # No plan yet for such an input, or one that does not fit the layer any more.
         packed = self.packed_weight()
@@ -225,7 +235,10 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
                 f"{self._label()}: its weight was replaced by one of {packed[0].dtype}, which is not packed; build a "
                 "layer of new weights with MXFP4PackedLinear.from_linear"
             )
-        return packed_linear(x, packed, bias, state)
+        out = packed_linear(x, packed, bias, state)
+        if state.plans.get(x.dtype) is not plan:
+            observe(self, x)
+        return out
 
     def packed_product(self, codes: torch.Tensor) -> tuple[PackedState, PackedWeight] | None:
         """Return what compiled code multiplies with; see [`hf_mxfp4.ops.packed_operators`]."""
@@ -237,6 +250,17 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         """Return ``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""
         config = self.config
         return quantize_input(x, dtype, config.activation_scheme, config.backend, config.weight_rotation)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        if self.joined is not None and not self.joined.is_of(self):
+            # The buffer would stay in memory. New plans let the layers be joined again.
+            self.joined = None
+            self.state.plans.clear()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "joined"}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return packed_shapes(self.out_features, self.in_features, self.config.weight_scheme)

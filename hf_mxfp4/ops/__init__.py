@@ -9,6 +9,7 @@ from .fp4 import to_fp4
 from .fp8 import multiply_fp8, to_fp8
 from .functional import fake_quantize, quantize
 from .groups import Groups, group_by_expert
+from .joined import JoinedRows, observe, traced_product
 from .operands import quantize_input
 from .operators import compiled_linear, read_input_scheme, read_scheme
 from .packed import PackedState, packed_forward, packed_linear

@@ -232,7 +232,10 @@ class PackedState(GemmState):
 
     Attributes:
         plans: by the dtype of products, the plan that was used last.
+        is_captured: whether a CUDA graph was captured before there was a plan, and may refer to the layer's memory.
     """
+
+    is_captured = False
 
     def plan_for(self, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype, has_groups: bool) -> PackedPlan:
         """Return the plan for an input and the tensors of the layer, made when there is none for them."""
@@ -244,7 +247,9 @@ class PackedState(GemmState):
                 return plan
         plan = (PackedExpertsPlan if has_groups else PackedPlan)(self.spec, x, packed, dtype)
         # A plan that is made while a CUDA graph is captured cannot check whether the kernels work.
-        if is_own and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_own and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.is_captured = True
+        elif is_own:
             self.plans[dtype] = plan
         return plan
 

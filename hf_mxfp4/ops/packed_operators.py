@@ -43,6 +43,11 @@ def is_same_memory(codes: torch.Tensor, other: torch.Tensor) -> bool:
     return codes.data_ptr() == other.data_ptr() and codes.shape == other.shape
 
 
+def is_compiled(codes: torch.Tensor) -> bool:
+    """Return whether compiled code has multiplied with these codes."""
+    return codes.data_ptr() in _found
+
+
 def find_product(codes: torch.Tensor) -> tuple[PackedState, PackedWeight]:
     """Return the state and the tensors of the product whose weight has these codes.
 
@@ -61,9 +66,23 @@ def find_product(codes: torch.Tensor) -> tuple[PackedState, PackedWeight]:
     raise RuntimeError("no layer has the packed weight of this compiled code; keep its model, or compile again")
 
 
-def compiled_packed_linear(x: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return [`hf_mxfp4.ops.packed_linear`] of the layer with these codes where Dynamo traces."""
-    return torch.ops.hf_mxfp4.packed_linear(x, codes, bias, None, autocast_dtype(x) or x.dtype)
+def _joined_product(codes: torch.Tensor, rows: int) -> Any:
+    """Return the product of so many rows that begins with these codes, those of a product that was found.
+
+    Raises `RuntimeError` when the layer is in no such product.
+    """
+    joined = _found[codes.data_ptr()].joined
+    if joined is None or joined.total != rows:
+        raise RuntimeError("the layers of a joined product of this compiled code have changed; compile again")
+    return joined.product
+
+
+def compiled_packed_linear(
+    x: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None, joined_rows: int | None = None
+) -> torch.Tensor:
+    """Return [`hf_mxfp4.ops.packed_linear`] of the layer with these codes where Dynamo traces; with ``joined_rows``,
+    that of the so many rows of the joined product that begins with this layer."""
+    return torch.ops.hf_mxfp4.packed_linear(x, codes, bias, None, autocast_dtype(x) or x.dtype, joined_rows)
 
 
 def compiled_packed_experts(
@@ -78,18 +97,25 @@ def compiled_packed_experts(
 
 
 def _forward(
-    x: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None, dtype: torch.dtype
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    dtype: torch.dtype,
+    joined_rows: int | None = None,
 ) -> torch.Tensor:
     state, packed = find_product(codes)
+    if joined_rows is not None:
+        return _joined_product(codes, joined_rows).multiply_now(x, dtype)
     return packed_forward(x, packed, bias, state, groups_of(ends, x.shape[0]), dtype).contiguous()
 
 
-def _forward_shape(x, codes, bias, ends, dtype):
+def _forward_shape(x, codes, bias, ends, dtype, joined_rows=None):
     if -(-x.shape[-1] // 2) != codes.shape[-1]:
         raise ValueError(f"input {tuple(x.shape)} does not fit codes {tuple(codes.shape)}, two in a byte")
     if bias is not None and bias.dtype != x.dtype and dtype == x.dtype:
         raise TypeError(f"input is {x.dtype} but the bias is {bias.dtype}; convert one, or run under torch.autocast")
-    return x.new_empty(*x.shape[:-1], codes.shape[-2], dtype=dtype)
+    return x.new_empty(*x.shape[:-1], joined_rows or codes.shape[-2], dtype=dtype)
 
 
 def _backward(
@@ -119,12 +145,12 @@ def _backward_shapes(grad, codes, ends, in_features, dtype, bias_dtype, needs):
 
 
 def _setup_context(ctx, inputs, output):
-    x, codes, bias, ends, _ = inputs
+    x, codes, bias, ends, *_ = inputs  # joined products have no gradients
     ctx.save_for_backward(codes, ends)
     ctx.options = x.shape[-1], x.dtype, None if bias is None else bias.dtype
 
 
-_FORWARD = "(Tensor x, Tensor codes, Tensor? bias, Tensor? ends, ScalarType dtype) -> Tensor"
+_FORWARD = "(Tensor x, Tensor codes, Tensor? bias, Tensor? ends, ScalarType dtype, int? joined_rows=None) -> Tensor"
 _BACKWARD = (
     "(Tensor grad, Tensor codes, Tensor? ends, SymInt in_features, ScalarType dtype, ScalarType? bias_dtype, "
     "bool[] needs) -> Tensor[]"
@@ -149,7 +175,7 @@ def _define(name: str, tags: tuple[torch.Tag, ...]) -> None:
         needed = iter(backward(grad, codes, ends, *ctx.options, needs))
         grad_x = next(needed) if needs[0] else None
         grad_bias = next(needed) if needs[1] else None
-        return grad_x, None, grad_bias, None, None
+        return grad_x, None, grad_bias, None, None, None
 
     torch.library.register_autograd(name, gradients, setup_context=_setup_context)
 

@@ -67,6 +67,22 @@ def experts(backend: str) -> list[torch.Tensor]:
         return [layer(x, chosen, torch.rand(6, 2).bfloat16())]
 
 
+@torch.no_grad()
+def joined(rows: int) -> dict:
+    """Three layers of one input: whether a joined product has the bits of separate ones, and products of each."""
+    torch.manual_seed(0)
+    config = MXFP4RLConfig(mode="packed", backend="triton")
+    layers = [MXFP4PackedLinear.from_linear(nn.Linear(160, n).bfloat16(), config) for n in (48, 16, 32)]
+    x = torch.randn(rows, 160).bfloat16()
+    outputs = []
+    products = []
+    for _ in range(2):
+        LAUNCHES.clear()
+        outputs.append(torch.cat([layer(x) for layer in layers], -1))
+        products.append(dict(LAUNCHES))
+    return {"equal": torch.equal(*outputs), "products": products}
+
+
 def compared(compute) -> dict:
     expected = compute("eager")
     LAUNCHES.clear()
@@ -79,4 +95,5 @@ if __name__ == "__main__":
     spy()
     report = {name: compared(partial(linear, *given)) for name, given in LAYERS.items()}
     report["experts"] = compared(experts)
-    print(json.dumps(report))
+    of_joined = {"few": joined(3), "many": joined(300)}
+    print(json.dumps({"layers": report, "joined": of_joined}))

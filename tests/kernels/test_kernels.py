@@ -160,7 +160,8 @@ def test_codes_and_scales_to_write_must_be_contiguous():
 
 
 def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
-    report = run_script("run_layers.py", interpret=True)
+    scripts = run_script("run_layers.py", interpret=True)
+    report = scripts["layers"]
     for name, found in report.items():
         # Quantized values are the same bits. Products on codes round once where those of values round twice.
         bound = 0.02 if name in ("packed", "packed, w4a8", "packed, rotated", "experts") else 0
@@ -172,6 +173,9 @@ def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
     assert "fake_quantize_rows_and_columns" in launches["w4a4g4"]
     assert all({"to_fp8", "from_fp8"} <= launches[name] for name in ("w4a8", "w4a8g8", "packed, w4a8"))
     assert all("fake_quantize" in launches[name] for name in ("w4a4", "paper_a", "paper_b"))
+    few, many = scripts["joined"]["few"], scripts["joined"]["many"]
+    assert few == {"equal": True, "products": [{"packed product": 3}, {"packed product": 1}]}
+    assert many == {"equal": True, "products": [{"dequantize": 3}, {"dequantize": 1}]}
 
 
 def test_interpreted_products_are_those_of_the_exact_weight(run_script):
