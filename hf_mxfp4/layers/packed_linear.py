@@ -219,11 +219,13 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         packed = tuple(map(self._parameters.get, PACKED_FIELDS))
         bias = self._parameters.get("bias")
         state = self.state
+        if self.joined is not None:
+            out = self.joined(x, packed, bias, state)
+            if out is not None:
+                return out
         plan = state.plans.get(x.dtype)
         if plan is not None and plan.takes(x, packed, bias, state):
-            if self.joined is None:
-                return plan(x, packed, bias)
-            return self.joined(x, packed, bias, plan)
+            return plan(x, packed, bias)
 
         # No plan yet for such an input, or one that does not fit the layer any more.
         packed = self.packed_weight()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One product for packed layers that multiply the same input: q, k and v of an attention, gate and up of an MLP.
 
-The first forward passes show which layers these are: one after the other gets the very same tensor. Their packed
-tensors are then put into one buffer, rows after rows. The parameters stay the same objects and become views of rows, so
-names, state dicts and files do not change. From then on the first layer computes the product of all rows, and each of
-the others returns its slice of the result.
+The first forward passes show which layers these are: one after the other gets the very same tensor. On GPUs their
+packed tensors are then put into one buffer, rows after rows. The parameters stay the same objects and become views of
+rows, so names, state dicts and files do not change. From then on the first layer computes the product of all rows, and
+each of the others returns its slice of the result.
 
 A layer computes alone with gradients, when it gets another input, when its input was written in between, and when its
 weight was. If a slice is not used, or a tensor of a layer is replaced, the product is dissolved.
@@ -20,12 +20,13 @@ from typing import Any, Protocol
 import torch
 
 from .._logging import get_logger
-from . import cpu
 from .packed import PackedPlan, PackedState, packed_forward
 from .packed_operators import compiled_packed_linear, is_compiled
 from .packed_weight import PackedWeight
 
 
+#: Backends whose products are joined. On CPUs a call costs little of a product, and joined ones are not faster.
+BACKENDS = ("triton",)
 #: The most layers of a product. All outputs are in memory at once, which a dense mixture of experts could not afford.
 MOST_LAYERS = 4
 #: Layers have a multiple of this many rows, so that all views are aligned as kernels need them.
@@ -60,38 +61,48 @@ class JoinedRows:
 
     def __init__(self, product: "JoinedProduct", plan: PackedPlan, start: int, tensors: list[torch.Tensor]):
         self.product = product
-        self.total = product.plan.n
         self.plan = plan
         self.start = start
         self.stop = start + plan.n
+        self.total = product.plan.n
         self.addresses = [tensor.data_ptr() for tensor in tensors]
         self.versions = [tensor._version for tensor in tensors]
 
     def __call__(
-        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, plan: PackedPlan
-    ) -> torch.Tensor:
-        """Return the product ``[..., N]`` of a layer whose ``plan`` takes the input, without a gradient.
+        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, state: PackedState
+    ) -> torch.Tensor | None:
+        """Return the layer's slice ``[..., N]`` of the product; `None` where the layer computes alone.
 
-        The arguments are those of [`PackedPlan`].
+        Args:
+            x: the input.
+            packed: the packed tensors of the layer.
+            bias: of the layer.
+            state: of the layer.
         """
-        # Of tensors of inference mode nobody knows whether they were written.
-        if plan is not self.plan or torch.is_grad_enabled() or x.is_inference():
-            return plan(x, packed, bias)
         product = self.product
+        if product.weights is None or torch.is_grad_enabled():
+            return None
+        # Of tensors of inference mode nobody knows whether they were written.
+        if x.is_inference():
+            return None
+        if self.start == 0:
+            out = product.multiply(x) if self.plan.takes(x, packed, bias, state) else None
+        else:
+            # The input is the one that the plan of the first layer took.
+            out = product.take(x, self.start)
+            if state.spec is not self.plan.spec or self.plan.has_autocast and torch.is_autocast_enabled(x.device.type):
+                return None
+        if out is None:
+            return None
         tensors = _tensors(packed, bias)
         if not self._has(tensors):
             product.dissolve("tensors were replaced")
-            return plan(x, packed, bias)
-        if self.start == 0:
-            out = product.multiply(x)
-        else:
-            out = product.take(x, self.start)
-            versions = [tensor._version for tensor in tensors]
-            if versions != self.versions:
-                self.versions = versions
-                out = None
-        if out is None:
-            return plan(x, packed, bias)
+            return None
+        versions = [tensor._version for tensor in tensors]
+        is_written = versions != self.versions
+        self.versions = versions
+        if is_written and self.start:
+            return None
         return out[..., self.start : self.stop]
 
     def is_of(self, layer: JoinableLayer) -> bool:
@@ -102,20 +113,29 @@ class JoinedRows:
         return [tensor.data_ptr() for tensor in tensors] == self.addresses
 
 
-class _Result(threading.local):
-    """What a thread computed last, until all layers have taken their slices.
+class _Result:
+    """The product of all rows, until all layers have taken their slices.
 
     Attributes:
         x: a weak reference to the input.
         version: how often the input had been written.
-        out: the product of all rows.
+        out: the product.
         waiting: the first rows of layers that have not taken their slices.
     """
 
-    x: Any = None
-    version = 0
-    out: torch.Tensor | None = None
-    waiting: set[int] | frozenset[int] = frozenset()
+    __slots__ = ("out", "version", "waiting", "x")
+
+    def __init__(self, x: torch.Tensor, out: torch.Tensor, waiting: set[int]):
+        self.x = weakref.ref(x)
+        self.version = x._version
+        self.out = out
+        self.waiting = waiting
+
+
+class _OfThread(threading.local):
+    """The result that layers of this thread have not all taken."""
+
+    result: _Result | None = None
 
 
 class JoinedProduct:
@@ -129,7 +149,6 @@ class JoinedProduct:
         layers: weak references to the layers.
         plan: computes the product.
         weights: the packed tensors and the bias of all rows; `None` after the product is dissolved.
-        most: elements of the largest input that is multiplied with all rows at once.
         traced: input and product of the graph that Dynamo traces.
     """
 
@@ -139,44 +158,38 @@ class JoinedProduct:
         plans = [layer.state.plans[x.dtype] for layer in layers]
         self.plan = PackedPlan(plans[0].spec, x, tuple(packed), x.dtype)
         self.weights: tuple[PackedWeight, torch.Tensor | None] | None = (tuple(packed), bias)
-        self.most = float("inf")
-        if self.plan.reader == "cpu":
-            # Of more rows the C++ dequantizes a panel of the weight after the other, which is no faster for more rows.
-            self.most = cpu.most_rows() * self.plan.k
         self.traced: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._result = _Result()
+        self._of_thread = _OfThread()
         start = 0
         starts = []
         for layer, plan in zip(layers, plans, strict=True):
             layer.joined = JoinedRows(self, plan, start, _tensors(layer.packed_weight(), layer.bias))
             starts.append(start)
             start += plan.n
-        self._others = frozenset(starts[1:])
+        self._others = starts[1:]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the product of all rows, and keep it for the other layers; `None` where the layer computes alone."""
-        result = self._result
-        if result.waiting:
+        """Return the product of all rows, and keep it for the other layers; `None` once it is dissolved."""
+        of_thread = self._of_thread
+        if of_thread.result is not None:
             self.dissolve("they were not called with the same input")
         weights = self.weights
-        if weights is None or x.numel() > self.most:
+        if weights is None:
             return None
-        result.out = self._multiply(x, weights)
-        result.x = weakref.ref(x)
-        result.version = x._version
-        result.waiting = set(self._others)
-        return result.out
+        out = self._multiply(x, weights)
+        of_thread.result = _Result(x, out, set(self._others))
+        return out
 
     def take(self, x: torch.Tensor, start: int) -> torch.Tensor | None:
         """Return the product of all rows for the layer that begins at ``start``; `None` if there is none of ``x``."""
-        result = self._result
-        if start not in result.waiting or result.x() is not x or result.version != x._version:
+        of_thread = self._of_thread
+        result = of_thread.result
+        if result is None or result.x() is not x or result.version != x._version or start not in result.waiting:
             return None
-        out = result.out
         result.waiting.remove(start)
         if not result.waiting:
-            result.out = result.x = None
-        return out
+            of_thread.result = None
+        return result.out
 
     def multiply_now(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the product of all rows with the tensors that the layers have now: what the operator does.
@@ -187,7 +200,7 @@ class JoinedProduct:
         if None in layers:
             raise RuntimeError("a layer of a joined product of this compiled code is gone; compile again")
         weights = self.weights
-        is_planned = dtype is self.plan.dtype and x.device == self.plan.device and x.numel() <= self.most
+        is_planned = dtype is self.plan.dtype and x.device == self.plan.device
         if weights is not None and is_planned and all(map(self._has_rows_of, layers)):
             return self._multiply(x, weights)
         parts = [packed_forward(x, layer.packed_weight(), layer.bias, layer.state, None, dtype) for layer in layers]
@@ -206,7 +219,7 @@ class JoinedProduct:
         if self.weights is None:
             return
         self.weights = None
-        self._result = _Result()
+        self._of_thread = _OfThread()
         names = [layer.name for layer in (ref() for ref in self.layers) if layer is not None]
         get_logger().info("%s are no longer multiplied in one product: %s", ", ".join(names), reason)
 
@@ -247,17 +260,18 @@ _unreported: list[Any] = []
 
 def observe(layer: JoinableLayer, x: torch.Tensor) -> None:
     """Note that a layer has multiplied ``x`` by a new plan, and join it with those that multiplied the same before."""
-    if x.is_inference():
+    if layer.state.plans[x.dtype].reader not in BACKENDS or x.is_inference():
         return
     if _last.x is None or _last.x() is not x or _last.version != x._version:
         _last.x = weakref.ref(x)
         _last.version = x._version
         _last.layers = ()
-    if len(_last.layers) == MOST_LAYERS:
-        _last.layers = ()
-    _last.layers += (weakref.ref(layer),)
-    layers = [ref() for ref in _last.layers]
-    if len(layers) < 2 or None in layers:
+    layers = [before for before in (ref() for ref in _last.layers) if before is not None]
+    if len(layers) == MOST_LAYERS:
+        layers = []
+    layers.append(layer)
+    _last.layers = tuple(map(weakref.ref, layers))
+    if len(layers) == 1:
         return
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if not _can_be_joined(layers, x):

@@ -57,6 +57,12 @@ def joined(*arguments, **options) -> Attention:
     return attention
 
 
+@pytest.fixture(autouse=True)
+def joined_on_the_processor(monkeypatch):
+    """Products in C++ are joined too."""
+    monkeypatch.setattr("hf_mxfp4.ops.joined.BACKENDS", ("triton", "cpu"))
+
+
 @pytest.fixture
 def products(monkeypatch):
     """The rows of weights in each product."""
@@ -91,23 +97,12 @@ def log(caplog):
 def test_a_joined_product_has_the_bits_of_separate_ones(dtype, bias, scheme, products):
     separate = Attention(bias=bias, dtype=dtype, **scheme)
     attention = joined(bias=bias, dtype=dtype, **scheme)
-    for rows in (1, 3):
+    for rows in (1, 3, cpu.most_rows() + 1):
         x = inputs(rows, dtype)
         expected = torch.cat([layer(x.clone()) for layer in separate.children()], -1)
         products.clear()
         assert torch.equal(attention(x), expected)
         assert products == [128]
-
-
-@torch.no_grad()
-def test_many_rows_on_a_processor_are_multiplied_by_each_layer(products):
-    attention = joined()
-    products.clear()
-    attention(inputs(cpu.most_rows() + 1))
-    assert products == [64, 32, 32]
-    products.clear()
-    attention(inputs())
-    assert products == [128]
 
 
 @torch.no_grad()
@@ -212,6 +207,21 @@ def test_a_deleted_model_leaves_no_memory_behind():
         assert codes() is None
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+def test_layers_without_memory_stay_separate():
+    attention = Attention().to("meta")
+    assert attention(inputs().to("meta")).is_meta
+    assert joined_layers(attention) == []
+
+
+@torch.no_grad()
+def test_layers_on_a_processor_stay_separate(monkeypatch):
+    monkeypatch.undo()
+    attention = Attention()
+    attention(inputs())
+    assert joined_layers(attention) == []
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------------
