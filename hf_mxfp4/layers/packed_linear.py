@@ -225,6 +225,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
                 return out
         plan = state.plans.get(x.dtype)
         if plan is not None and plan.takes(x, packed, bias, state):
+            plan.is_used = True
             return plan(x, packed, bias)
 
         # No plan yet for such an input, or one that does not fit the layer any more.

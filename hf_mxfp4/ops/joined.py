@@ -79,6 +79,7 @@ class JoinedRows:
             bias: of the layer.
             state: of the layer.
         """
+        self.plan.is_used = True
         product = self.product
         if product.weights is None or torch.is_grad_enabled():
             return None
@@ -119,17 +120,23 @@ class _Result:
     Attributes:
         x: a weak reference to the input.
         version: how often the input had been written.
+        stream: the stream of the GPU that multiplies; for others no order is known.
         out: the product.
         waiting: the first rows of layers that have not taken their slices.
     """
 
-    __slots__ = ("out", "version", "waiting", "x")
+    __slots__ = ("out", "stream", "version", "waiting", "x")
 
     def __init__(self, x: torch.Tensor, out: torch.Tensor, waiting: set[int]):
         self.x = weakref.ref(x)
         self.version = x._version
+        self.stream = _stream_of(x)
         self.out = out
         self.waiting = waiting
+
+    def is_of(self, x: torch.Tensor) -> bool:
+        """Return whether ``x`` is the input, as it was, and the product is there for what follows."""
+        return self.x() is x and self.version == x._version and self.stream == _stream_of(x)
 
 
 class _OfThread(threading.local):
@@ -184,7 +191,7 @@ class JoinedProduct:
         """Return the product of all rows for the layer that begins at ``start``; `None` if there is none of ``x``."""
         of_thread = self._of_thread
         result = of_thread.result
-        if result is None or result.x() is not x or result.version != x._version or start not in result.waiting:
+        if result is None or start not in result.waiting or not result.is_of(x):
             return None
         result.waiting.remove(start)
         if not result.waiting:
@@ -275,6 +282,7 @@ def observe(layer: JoinableLayer, x: torch.Tensor) -> None:
         return
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if not _can_be_joined(layers, x):
+            _last.layers = (weakref.ref(layer),)
             return
         try:
             _unreported.append(weakref.ref(JoinedProduct(layers, x)))
@@ -283,7 +291,7 @@ def observe(layer: JoinableLayer, x: torch.Tensor) -> None:
 
 
 def _can_be_joined(layers: list[Any], x: torch.Tensor) -> bool:
-    """Return whether layers have equal plans that multiply codes, and tensors that nothing but the layers refers to."""
+    """Return whether layers have equal plans that multiply codes, and tensors that can be moved."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     first = layers[0].state.plans.get(x.dtype)
@@ -296,11 +304,13 @@ def _can_be_joined(layers: list[Any], x: torch.Tensor) -> bool:
             return False
         if any(tensor.is_inference() for tensor in _tensors(packed, layer.bias)):
             return False
-        if layer.state.is_captured or is_compiled(packed[0]):
+        # CUDA graphs and compiled code may refer to the memory of the layer.
+        if plan.is_used or layer.state.is_captured or is_compiled(packed[0]):
             return False
     has_bias = {layer.bias is not None for layer in layers}
     addresses = {layer.weight.data_ptr() for layer in layers}
-    return len(has_bias) == 1 and len(addresses) == len(layers)
+    names = {layer.name for layer in layers}  # those of a copy of the model are the same
+    return len(has_bias) == 1 and len(addresses) == len(names) == len(layers)
 
 
 def _in_one_buffer(layers: list[JoinableLayer]) -> list[torch.Tensor | None]:
@@ -319,6 +329,10 @@ def _in_one_buffer(layers: list[JoinableLayer]) -> list[torch.Tensor | None]:
                 tensor.data = buffer[start:stop]
         start = stop
     return buffers
+
+
+def _stream_of(x: torch.Tensor) -> int | None:
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else None
 
 
 def _tensors(packed: PackedWeight, bias: torch.Tensor | None) -> list[torch.Tensor]:

@@ -42,10 +42,12 @@ class PackedPlan:
 
     Attributes:
         reader: the backend that multiplies rows with the codes; ``"eager"`` where none does.
+        is_used: whether the layer has been called again since the plan was made.
     """
 
     #: Whether there are products on FP8 cores.
     has_fp8 = True
+    is_used = False
 
     def __init__(self, spec: GemmSpec, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype):
         weights = spec.weight_scheme

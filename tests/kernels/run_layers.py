@@ -72,7 +72,8 @@ def joined(rows: int) -> dict:
     """Three layers of one input: whether a joined product has the bits of separate ones, and products of each."""
     torch.manual_seed(0)
     config = MXFP4RLConfig(mode="packed", backend="triton")
-    layers = [MXFP4PackedLinear.from_linear(nn.Linear(160, n).bfloat16(), config) for n in (48, 16, 32)]
+    sizes = {"q": 48, "k": 16, "v": 32}
+    layers = [MXFP4PackedLinear.from_linear(nn.Linear(160, n).bfloat16(), config, name) for name, n in sizes.items()]
     x = torch.randn(rows, 160).bfloat16()
     outputs = []
     products = []

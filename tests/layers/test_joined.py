@@ -189,6 +189,26 @@ def test_layers_with_captured_graphs_stay_where_they_are():
 
 
 @torch.no_grad()
+def test_layers_that_were_called_before_their_siblings_stay_where_they_are():
+    attention = Attention()
+    x = inputs()
+    for layer in attention.children():
+        layer(x)
+        layer(x)  # which may be captured
+    assert joined_layers(attention) == []
+
+
+@torch.no_grad()
+def test_copies_of_a_model_are_not_joined_with_it():
+    attention = Attention()
+    twin = copy.deepcopy(attention)
+    x = inputs()
+    attention(x)
+    twin(x)
+    assert joined_layers(attention) == joined_layers(twin) == [["q", "k", "v"]]
+
+
+@torch.no_grad()
 def test_the_log_counts_joined_layers_once(log):
     attention = joined()
     attention(inputs())
