@@ -18,7 +18,8 @@ _MODULES = {
     ".decode.product": ("PackedProduct", "linear_w4a16", "unsupported_weight"),
     ".dequantization": ("dequantize",),
     ".fp4": ("nvfp4_scales",),
-    ".fp8": ("from_fp8", "to_fp8"),
+    ".fp8": ("from_fp8", "to_fp8", "to_fp8_rows_and_columns", "transpose_fp8"),
+    ".fp8_gradient": ("FP8Gradient", "gradient_to_fp8"),
     ".quantization": ("fake_quantize", "fake_quantize_rows_and_columns", "quantize", "quantize_rows_and_columns"),
 }
 

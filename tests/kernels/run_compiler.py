@@ -61,6 +61,11 @@ def to_fp8(x: torch.Tensor, top: torch.Tensor | None = None) -> None:
     mxfp4_kernels.to_fp8(x, inexact=inexact, top=top)
 
 
+def gradient(x: torch.Tensor, is_folded: bool = False) -> None:
+    scales = (matrix(F32, x.shape[0]), matrix(F32, x.shape[1])) if is_folded else ()
+    mxfp4_kernels.gradient_to_fp8(x, *scales)
+
+
 def decode(n_rows: int, length: int, scheme: Scheme, n_experts: int = 0) -> None:
     # So few rows of the weight that several programs share a tile.
     leading = (n_experts, 1024) if n_experts else (1024,)
@@ -69,6 +74,8 @@ def decode(n_rows: int, length: int, scheme: Scheme, n_experts: int = 0) -> None
     linear_w4a16(matrix(BF16, n_rows, length), packed, length, scheme, matrix(BF16, *leading), offsets)
 
 
+#: Those that are looked at in a kernel other than the last one.
+LAUNCHES = {"gradient maxima": 1}
 VARIANTS = {
     "values": lambda: values(BF16),
     "values half": lambda: values(F16),
@@ -92,7 +99,14 @@ VARIANTS = {
     "to_fp8": lambda: to_fp8(matrix(BF16)),
     "to_fp8 columns": lambda: to_fp8(matrix(BF16).mT),
     "to_fp8 matrices": lambda: to_fp8(matrix(BF16, 4, 64, 1024), matrix(F32, 4)),
+    "to_fp8 both": lambda: mxfp4_kernels.to_fp8_rows_and_columns(matrix(BF16)),
+    "to_fp8 both matrices": lambda: mxfp4_kernels.to_fp8_rows_and_columns(matrix(F32, 4, 64, 1024), top=matrix(F32, 4)),
     "from_fp8": from_fp8,
+    "transpose_fp8": lambda: mxfp4_kernels.transpose_fp8(matrix(torch.float8_e4m3fn)),
+    "gradient": lambda: gradient(matrix(BF16)),
+    "gradient maxima": lambda: gradient(matrix(BF16), is_folded=True),
+    "gradient folded": lambda: gradient(matrix(BF16), is_folded=True),
+    "gradient half columns": lambda: gradient(matrix(F16).mT, is_folded=True),
     "nvfp4_scales": lambda: mxfp4_kernels.nvfp4_scales(matrix(torch.uint8), matrix(torch.uint8, 1024, 256)),
     "decode": lambda: decode(1, 4096, PLAIN),
     "decode static": lambda: decode(1, 4096, Scheme("rceil", 128)),
@@ -106,10 +120,10 @@ VARIANTS = {
 
 
 def compiled(arch: str, name: str) -> dict:
-    """Code of one variant."""
+    """Code of one variant: of the last kernel that it starts, unless `LAUNCHES` has another."""
     with fake_gpu(arch, machine_code=True) as launches:
         VARIANTS[name]()
-    kernel = launches[-1].kernel
+    kernel = launches[LAUNCHES.get(name, -1)].kernel
     report = {kind: kernel.asm[kind] for kind in ("llir", "ptx", "amdgcn") if kind in kernel.asm}
     if "cubin" in kernel.asm:
         report["sass"] = disassembled(kernel.asm["cubin"])

@@ -5,11 +5,12 @@ what compilers make of them, as they are launched, for GPUs that need not be the
 import contextlib
 import re
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
-from stub_gpu import DEVICE, stub_gpu
+from stub_gpu import DEVICE, Launch, stub_gpu
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
@@ -20,11 +21,21 @@ from mxfp4_kernels.decode import counters
 
 
 @pytest.mark.parametrize(
-    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 29), ("sides", 31), ("fp8", 57), ("outputs", 11)]
+    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 29), ("sides", 31), ("fp8", 57), ("outputs", 14)]
 )
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_quantize.py", what, interpret=True)
     assert report == {"cases": cases, "mismatches": []}
+
+
+@pytest.mark.parametrize(("what", "cases"), [("columns", 44), ("gradients", 27)])
+def test_interpreted_operands_of_fp8_products_are_rounded_once(run_script, what, cases):
+    report = run_script("run_fp8.py", what, interpret=True)
+    assert report == {"cases": cases, "mismatches": []}
+
+
+def test_any_gradient_is_folded_and_rounded(run_script):
+    assert run_script("run_fp8.py", "property", interpret=True) == {}
 
 
 @pytest.mark.large
@@ -102,7 +113,16 @@ def test_parts_that_a_scheme_does_not_have_are_refused(has, scheme):
 
 
 @pytest.mark.parametrize(
-    "name", ["fake_quantize", "fake_quantize_rows_and_columns", "quantize", "quantize_rows_and_columns", "to_fp8"]
+    "name",
+    [
+        "fake_quantize",
+        "fake_quantize_rows_and_columns",
+        "quantize",
+        "quantize_rows_and_columns",
+        "to_fp8",
+        "to_fp8_rows_and_columns",
+        "gradient_to_fp8",
+    ],
 )
 def test_wrong_inputs_raise(name):
     function = getattr(mxfp4_kernels, name)
@@ -130,6 +150,56 @@ def test_wrong_outputs_and_shapes_raise():
         mxfp4_kernels.from_fp8(elements, torch.ones(2, 1), torch.float32)
     with pytest.raises(ValueError, match="need a scale byte each row"):
         mxfp4_kernels.from_fp8(elements, torch.ones(1, 1, dtype=torch.uint8), torch.float32)
+
+
+@pytest.fixture
+def gpu() -> Iterator[list[Launch]]:
+    with stub_gpu() as launches:
+        yield launches
+
+
+def test_only_contiguous_matrices_of_fp8_are_transposed(gpu):
+    elements = torch.empty(4, 6, dtype=torch.float8_e4m3fn, device=DEVICE)
+    with pytest.raises(TypeError, match="needs a float8_e4m3fn tensor"):
+        mxfp4_kernels.transpose_fp8(elements.view(torch.uint8))
+    for unfit in (elements[0], elements.t(), elements[:, ::2]):
+        with pytest.raises(ValueError, match="contiguous matrices are needed"):
+            mxfp4_kernels.transpose_fp8(unfit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"grad": torch.empty(2, 32, 16, device="meta")}, ValueError, r"\[M, N\] is needed, got \[2, 32, 16\]"),
+        ({"token_scales": torch.empty(16, device="meta")}, ValueError, "token_scales must be 32 contiguous numbers"),
+        ({"token_scales": torch.empty(32, 2, device="meta")[:, 0]}, ValueError, "token_scales must be 32 contiguous"),
+        ({"weight_scales": torch.empty(16, dtype=torch.uint8, device="meta")}, TypeError, "must be float32"),
+        ({"out": (None,) * 5 + (torch.empty(1, device="meta"),)}, ValueError, "given without scales"),
+    ],
+)  # fmt: skip
+def test_gradients_and_scales_that_do_not_fit_are_refused(gpu, changes, error, words):
+    with pytest.raises(error, match=words):
+        mxfp4_kernels.gradient_to_fp8(**{"grad": torch.empty(32, 16, device=DEVICE)} | changes)
+
+
+def test_as_many_largest_magnitudes_as_matrices_are_needed(gpu):
+    x = torch.empty(3, 32, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="3 matrices need as many largest magnitudes, got 1"):
+        mxfp4_kernels.to_fp8_rows_and_columns(x, top=torch.empty((), device=DEVICE))
+
+
+def test_operands_of_the_backward_products_take_three_launches(gpu):
+    grad = torch.empty(64, 32, dtype=torch.bfloat16, device=DEVICE)
+    result = mxfp4_kernels.gradient_to_fp8(
+        grad, torch.empty(64, 1, device=DEVICE), torch.empty(32, 1, device=DEVICE), n_columns=48
+    )
+    assert len(gpu) == 3
+    assert [list(part.shape) for part in result] == [[64, 32], [64, 1], [32, 64], [32, 1], [48], [48]]
+
+
+def test_rows_and_columns_take_one_launch(gpu):
+    mxfp4_kernels.to_fp8_rows_and_columns(torch.empty(64, 32, dtype=torch.bfloat16, device=DEVICE))
+    assert len(gpu) == 1
 
 
 @pytest.mark.parametrize(
@@ -284,8 +354,10 @@ def test_grids_are_as_large_as_gpus_allow():
         mxfp4_kernels.fake_quantize_rows_and_columns(matrices)
         mxfp4_kernels.fake_quantize(matrices, Scheme(block_rows=32))
         mxfp4_kernels.nvfp4_scales(torch.empty(2, 2**21, dtype=torch.uint8, device=DEVICE))
+        mxfp4_kernels.to_fp8_rows_and_columns(matrices)
+        mxfp4_kernels.gradient_to_fp8(matrices.view(-1, 64))
     assert all(max(launch.grid[1:], default=1) < 2**16 for launch in launches)
-    matrices_of = [(launch.arguments[6], launch.grid[1]) for launch in launches[:-1]]
+    matrices_of = [(launch.arguments[6], launch.grid[1]) for launch in launches if len(launch.grid) == 2]
     assert matrices_of == [(0, 65535), (65535, 65535), (131070, 8930)] * 3
 
 
@@ -333,7 +405,7 @@ def assert_exact_arithmetic(name: str, llir: str):
 )
 def test_cuda(run_script, arch, names):
     report = run_script("run_compiler.py", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 29)
+    assert len(report) == (len(names) or 36)
     for name, asm in report.items():
         ptx = asm["ptx"]
         stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()
