@@ -28,7 +28,7 @@ def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     assert report == {"cases": cases, "mismatches": []}
 
 
-@pytest.mark.parametrize(("what", "cases"), [("columns", 44), ("gradients", 27)])
+@pytest.mark.parametrize(("what", "cases"), [("columns", 44), ("tops", 8), ("gradients", 27)])
 def test_interpreted_operands_of_fp8_products_are_rounded_once(run_script, what, cases):
     report = run_script("run_fp8.py", what, interpret=True)
     assert report == {"cases": cases, "mismatches": []}
@@ -186,6 +186,14 @@ def test_as_many_largest_magnitudes_as_matrices_are_needed(gpu):
     x = torch.empty(3, 32, 16, device=DEVICE)
     with pytest.raises(ValueError, match="3 matrices need as many largest magnitudes, got 1"):
         mxfp4_kernels.to_fp8_rows_and_columns(x, top=torch.empty((), device=DEVICE))
+
+
+def test_a_largest_magnitude_for_each_matrix_is_needed(gpu):
+    x = torch.empty(3, 32, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="top has 1 numbers"):
+        mxfp4_kernels.fake_quantize(x, top=torch.empty((), device=DEVICE))
+    with pytest.raises(TypeError, match="top must be torch.float32"):
+        mxfp4_kernels.fake_quantize(x, top=torch.empty(3, dtype=torch.int32, device=DEVICE))
 
 
 def test_operands_of_the_backward_products_take_three_launches(gpu):
@@ -365,12 +373,13 @@ def test_grids_are_as_large_as_gpus_allow():
 
 
 #: Variants that every run compiles; the long one compiles all, for all targets.
-FEW = ("values", "values half", "codes mantissas", "decode static")
+FEW = ("values", "values half", "codes mantissas", "decode static", "to_fp8 both", "gradient folded")
 FEW_HIP = ("decode mantissas",)
 #: Variants that divide nothing.
 NO_DIVISION = (
-    "values", "values half", "values with residual", "values tiles", "values stochastic rotated", "values columns",
-    "values mantissas", "codes mantissas", "codes three mantissas", "codes both",
+    "values", "values half", "values and top", "values half and top", "values with residual", "values tiles",
+    "values stochastic rotated", "values columns", "values mantissas", "codes mantissas", "codes three mantissas",
+    "codes both",
 )  # fmt: skip
 #: Inline PTX, which no interpreter runs: instructions in the code of one thread, by variant. If they change, run
 #: `tests/gpu` on a GPU.
@@ -405,7 +414,7 @@ def assert_exact_arithmetic(name: str, llir: str):
 )
 def test_cuda(run_script, arch, names):
     report = run_script("run_compiler.py", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 36)
+    assert len(report) == (len(names) or 38)
     for name, asm in report.items():
         ptx = asm["ptx"]
         stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()
@@ -429,6 +438,13 @@ def test_cuda(run_script, arch, names):
     assert "ld.global.v4.b32" in values
     assert "st.global.v4.b32" in values
     assert "fma.rn.f32" not in values
+    for name in ("to_fp8 both", "gradient folded"):
+        fp8 = report[name]["ptx"]
+        # Both sides 16 bytes at a time; two elements in an instruction where the GPU has it.
+        assert "ld.global.v4.b32" in fp8, name
+        assert len(re.findall(r"st\.global\.v4\.b32", fp8)) == 4, name
+        assert not re.search(r"st\.global\.b8", fp8), name
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in fp8) == (arch != "80"), name
     # Two fused multiply-adds for each of 32 elements, those written out in the kernel.
     assert len(re.findall(r"\bfma\.rn\.f32", report["values half"]["ptx"])) == 64
 
