@@ -41,7 +41,8 @@ def choose_backend(
         scheme: of the codes.
         backend: ``"auto"``, or the one named.
         seed: for stochastic rounding, which is eager without one.
-        family: ``"quantize"``, or what is done with codes: ``"dequantize"`` or ``"decode"`` (multiply with them).
+        family: ``"quantize"``, ``"fp8"`` (round to E4M3), or what is done with codes: ``"dequantize"`` or ``"decode"``
+            (multiply with them).
         dtype: of values that codes become; by default that of ``x``.
     """
     if type(x) not in OWN_TYPES or is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor():
@@ -96,7 +97,7 @@ def as_read(scheme: QuantScheme) -> QuantScheme:
 
 def supports_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
     """Return whether the Triton kernels round rows of a tensor to E4M3: where they quantize blocks of it."""
-    return x.is_floating_point() and x.dim() > 0 and choose_backend(x, _BLOCKS, backend) == "triton"
+    return x.is_floating_point() and x.dim() > 0 and choose_backend(x, _BLOCKS, backend, family="fp8") == "triton"
 
 
 def has_plain_memory(x: torch.Tensor) -> bool:

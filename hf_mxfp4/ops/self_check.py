@@ -7,9 +7,11 @@ A family that gives other results is not used there; a warning says so. Kernels 
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+import mxfp4_kernels
 
 from .. import numerics
 from ..numerics import PARTS, MXFP4Tensor, QuantScheme, ScaleRule
@@ -94,10 +96,32 @@ def _quantized(device: torch.device) -> Iterator[Check]:
         expected = numerics.quantize(x, **vars(scheme), axis=1)
         for part in PARTS:
             yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
+
+
+def _fp8_operands(device: torch.device) -> Iterator[Check]:
+    x = example(640)
     for rows in (x, x.t()):
-        pairs = zip(kernels.quantize_e4m3(rows.to(device)), numerics.quantize_e4m3(rows), strict=True)
-        for name, pair in zip(("elements", "scales"), pairs, strict=True):
-            yield f"E4M3 {name}", *pair
+        yield from _compared("E4M3", kernels.quantize_e4m3(rows.to(device)), numerics.quantize_e4m3(rows))
+        found, columns, scale = mxfp4_kernels.to_fp8_rows_and_columns(rows.to(device), torch.uint8)
+        elements, byte = numerics.quantize_e4m3(rows)
+        yield from _compared("E4M3 by rows", (found, scale), (elements, byte))
+        yield "columns of E4M3", columns, elements.t()
+    yield "transposes of E4M3", mxfp4_kernels.transpose_fp8(elements.contiguous().to(device)), elements.t()
+    x = x.nan_to_num(1, 1, 1)
+    top = x.abs().amax().float()
+    found, columns, scale = mxfp4_kernels.to_fp8_rows_and_columns(x.to(device), top=top.to(device))
+    elements, byte = numerics.quantize_e4m3(x.view(1, -1))
+    expected = elements.view(33, 640), numerics.decode_e8m0(byte).expand(33, 1)
+    yield from _compared("E4M3 of a matrix", (found, scale), expected)
+    yield "columns of E4M3 of a matrix", columns, expected[0].t()
+    scales = torch.exp2(-(torch.arange(33) % 5).float())
+    gradient = mxfp4_kernels.gradient_to_fp8(x.to(device), scales.to(device))
+    for name, found, scale, rows in (
+        ("rows of gradients", gradient.rows, gradient.row_scale, x),
+        ("columns of gradients", gradient.columns, gradient.column_scale, (x * scales[:, None].bfloat16()).t()),
+    ):
+        elements, byte = numerics.quantize_e4m3(rows)
+        yield from _compared(name, (found, scale), (elements, numerics.decode_e8m0(byte)))
 
 
 def _dequantized(device: torch.device) -> Iterator[Check]:
@@ -126,9 +150,15 @@ def _multiplied(device: torch.device) -> Iterator[Check]:
         yield f"products ({scheme})", kernels.linear(x[:3].to(device), one, None), expected[:3]
 
 
+def _compared(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Iterator[Check]:
+    """Yield the comparisons of elements and of scales."""
+    yield f"{name}: elements", found[0], expected[0]
+    yield f"{name}: scales", found[1], expected[1]
+
+
 def _moved(tensor: MXFP4Tensor, device: torch.device) -> MXFP4Tensor:
     return tensor.map(lambda part: part.to(device))
 
 
 #: What the kernels do, and the comparison.
-FAMILIES = {"quantize": _quantized, "dequantize": _dequantized, "decode": _multiplied}
+FAMILIES = {"quantize": _quantized, "fp8": _fp8_operands, "dequantize": _dequantized, "decode": _multiplied}

@@ -11,6 +11,7 @@ import torch
 from tables import pairwise_params
 from torch.library import opcheck
 
+import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 from hf_mxfp4.ops import backend_for, cpu, packed_operators, quantization, self_check
@@ -196,7 +197,28 @@ def eager_kernels(monkeypatch):
     }
     for name, function in right.items():
         monkeypatch.setattr(triton_kernels, name, function)
+    for function in (to_fp8_rows_and_columns, transpose_fp8, gradient_to_fp8):
+        monkeypatch.setattr(mxfp4_kernels, function.__name__, function)
     monkeypatch.setattr(self_check, "_found", {})
+
+
+def to_fp8_rows_and_columns(x, scale_dtype=torch.float32, top=None):
+    rows = x if top is None else x.reshape(1, -1)
+    elements, byte = numerics.quantize_e4m3(rows)
+    scale = byte.expand(len(x), 1)
+    elements = elements.view(x.shape)
+    return elements, elements.mT, scale if scale_dtype == torch.uint8 else numerics.decode_e8m0(scale)
+
+
+def transpose_fp8(elements):
+    return elements.mT
+
+
+def gradient_to_fp8(grad, token_scales):
+    rows, row_byte = numerics.quantize_e4m3(grad)
+    columns, column_byte = numerics.quantize_e4m3((grad.float() * (token_scales / token_scales.max())[:, None]).t())
+    scales = numerics.decode_e8m0(row_byte), numerics.decode_e8m0(column_byte)
+    return mxfp4_kernels.FP8Gradient(rows, scales[0], columns, scales[1], token_scales.max(), None)
 
 
 def test_right_kernels_are_verified(eager_kernels):
@@ -208,7 +230,7 @@ def test_right_kernels_are_verified(eager_kernels):
     [
         ("quantize", "fake_quantize", lambda x, *_: x.clone()),
         ("quantize", "quantize", lambda x, scheme, axis: numerics.quantize(x)),
-        ("quantize", "quantize_e4m3", lambda x: numerics.quantize_e4m3(x.contiguous().nan_to_num())),
+        ("fp8", "quantize_e4m3", lambda x: numerics.quantize_e4m3(x.contiguous().nan_to_num())),
         ("dequantize", "dequantize", lambda tensor, dtype: tensor.dequantize(dtype).nan_to_num()),
         ("dequantize", "dequantize_e4m3", lambda elements, byte, dtype: elements.to(dtype)),
         ("decode", "linear", lambda x, weight, *_: x.new_zeros(len(x), weight.codes.shape[-2])),
@@ -219,6 +241,20 @@ def test_a_broken_kernel_is_found_once(eager_kernels, monkeypatch, family, name,
     with pytest.warns(UserWarning, match=f"'{family}' Triton kernels do not work on cpu: .* differ from the eager"):
         assert not self_check.is_verified(family, CPU)
     assert not self_check.is_verified(family, CPU)  # and no second warning, which would be an error
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("to_fp8_rows_and_columns", lambda x, *_, **options: to_fp8_rows_and_columns(x.abs(), *_, **options)),
+        ("transpose_fp8", lambda elements: elements.view(elements.shape[::-1])),
+        ("gradient_to_fp8", lambda grad, scales: gradient_to_fp8(grad, torch.ones_like(scales))),
+    ],
+)
+def test_a_broken_kernel_of_fp8_operands_is_found(eager_kernels, monkeypatch, name, broken):
+    monkeypatch.setattr(mxfp4_kernels, name, broken)
+    with pytest.warns(UserWarning, match="'fp8' Triton kernels do not work on cpu"):
+        assert not self_check.is_verified("fp8", CPU)
 
 
 def test_a_kernel_that_raises_is_not_used(eager_kernels, monkeypatch):
