@@ -22,8 +22,6 @@ from .common.e4m3 import e4m3_bits, has_e4m3, inverse_scale, magnitude_bits, row
 from .common.tensors import INTERPRETED, bits, check_input, on, output_tensor
 
 
-# The smallest bfloat16.
-_SMALLEST_BF16 = tl.constexpr(2.0**-133)
 _BLOCK = 1024
 _TILE = {"ROWS": 64, "COLS": 128}
 # Contracting a multiply and an add would change bits; see `common/blocks.py`.
@@ -85,28 +83,26 @@ def prepare_kernel(
 
 
 @triton.jit
-def _factors(scale_ptr, top_ptr, at, inside, BF16: tl.constexpr):
-    """Scales over the largest one; for a gradient in bfloat16 as that has them."""
-    scale = tl.load(scale_ptr + at, mask=inside, other=1.0)
-    factor = scale * tl.div_rn(1.0, tl.load(top_ptr))  # both are exact
-    if BF16:
-        factor = tl.where(factor < _SMALLEST_BF16, 0.0, factor)
-    return factor
+def _rounded(values, x_ptr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Float32 values as the dtype of the gradient has them."""
+    if not BF16:
+        return values.to(x_ptr.dtype.element_ty).to(tl.float32)
+    elif INTERPRETED:
+        value_bits = values.to(tl.int32, bitcast=True)
+        value_bits = (value_bits + 0x7FFF + ((value_bits >> 16) & 1)) & -0x10000
+        return tl.where(values == values, value_bits, NAN_BITS).to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
-def _folded(x, factor, x_ptr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Products of float32 elements and factors, rounded to the dtype of the gradient."""
-    product = x * factor
-    if not BF16:
-        rounded = product.to(x_ptr.dtype.element_ty)
-    elif INTERPRETED:
-        product_bits = product.to(tl.int32, bitcast=True)
-        product_bits = (product_bits + 0x7FFF + ((product_bits >> 16) & 1)) & -0x10000
-        rounded = tl.where(product == product, product_bits, NAN_BITS).to(tl.float32, bitcast=True)
-    else:
-        rounded = product.to(tl.bfloat16)
-    return rounded.to(tl.float32)
+def _folded(x, scale_ptr, top_ptr, at, inside, x_ptr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Products of float32 elements and scales over the largest one, rounded to the dtype of the gradient."""
+    scale = tl.load(scale_ptr + at, mask=inside, other=1.0)
+    factor = scale * tl.div_rn(1.0, tl.load(top_ptr))  # of powers of two, exact
+    if BF16:
+        factor = _rounded(factor, x_ptr, BF16, INTERPRETED)
+    return _rounded(x * factor, x_ptr, BF16, INTERPRETED)
 
 
 @triton.jit
@@ -120,9 +116,9 @@ def _read_folded(
     by_rows = x
     by_columns = x
     if weight_ptr is not None:
-        by_rows = _folded(x, _factors(weight_ptr, weight_top_ptr, cols, cols < n_cols, BF16), x_ptr, BF16, INTERPRETED)
+        by_rows = _folded(x, weight_ptr, weight_top_ptr, cols, cols < n_cols, x_ptr, BF16, INTERPRETED)
     if token_ptr is not None:
-        by_columns = _folded(x, _factors(token_ptr, token_top_ptr, rows, rows < n_rows, BF16), x_ptr, BF16, INTERPRETED)
+        by_columns = _folded(x, token_ptr, token_top_ptr, rows, rows < n_rows, x_ptr, BF16, INTERPRETED)
     return by_rows, by_columns
 
 
