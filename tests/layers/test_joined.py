@@ -267,6 +267,17 @@ def test_an_input_that_was_written_is_multiplied_again():
 
 
 @torch.no_grad()
+def test_another_stream_of_a_gpu_multiplies_alone(products, monkeypatch):
+    attention = joined()
+    streams = iter([1, 1, 2])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(streams), raising=False)
+    products.clear()
+    attention(inputs())
+    assert products == [128, 32]
+
+
+@torch.no_grad()
 def test_an_input_of_inference_mode_is_multiplied_alone(products):
     attention = joined()
     with torch.inference_mode():
