@@ -22,10 +22,11 @@ from .common.e4m3 import e4m3_bits, has_e4m3, inverse_scale, magnitude_bits, row
 from .common.tensors import INTERPRETED, bits, check_input, on, output_tensor
 
 
-_BLOCK = 1024
+#: Scales that a program reads at a time, and maxima that it clears.
+_BLOCK = 4096
 _TILE = {"ROWS": 64, "COLS": 128}
 # Contracting a multiply and an add would change bits; see `common/blocks.py`.
-_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 class FP8Gradient(NamedTuple):
@@ -48,6 +49,15 @@ class FP8Gradient(NamedTuple):
     weight_top: torch.Tensor | None
 
 
+class _Scales(NamedTuple):
+    """Scales of tokens and of the rows of the weight, and the largest of each; of what there is none, `None`."""
+
+    tokens: torch.Tensor | None
+    weight: torch.Tensor | None
+    token_top: torch.Tensor | None
+    weight_top: torch.Tensor | None
+
+
 @triton.jit
 def _store_top(scale_ptr, n_scales, top_ptr, n_tops, BLOCK: tl.constexpr):
     """Write the largest of ``n_scales`` powers of two, NaN aside, ``n_tops`` times."""
@@ -66,18 +76,16 @@ def _store_top(scale_ptr, n_scales, top_ptr, n_tops, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_tops"])
-def prepare_kernel(
-    token_ptr, weight_ptr, token_top_ptr, weight_top_ptr, maxima_ptr, n_rows, n_cols, n_tops, BLOCK: tl.constexpr
-):
+def prepare_kernel(scales, maxima_ptr, n_rows, n_cols, n_tops, BLOCK: tl.constexpr):
     """Find the largest scales of ``n_rows`` tokens and of ``n_cols`` rows of the weight, where there are any, and write
     each ``n_tops`` times; write zeros for ``n_rows + n_cols`` maxima."""
     pid = tl.program_id(0)
-    if token_ptr is not None:
+    if scales.tokens is not None:
         if pid == 0:
-            _store_top(token_ptr, n_rows, token_top_ptr, n_tops, BLOCK)
-    if weight_ptr is not None:
+            _store_top(scales.tokens, n_rows, scales.token_top, n_tops, BLOCK)
+    if scales.weight is not None:
         if pid == 1:
-            _store_top(weight_ptr, n_cols, weight_top_ptr, n_tops, BLOCK)
+            _store_top(scales.weight, n_cols, scales.weight_top, n_tops, BLOCK)
     at = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(maxima_ptr + at, tl.zeros([BLOCK], tl.int32), mask=at < n_rows + n_cols)
 
@@ -96,9 +104,9 @@ def _rounded(values, x_ptr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _folded(x, scale_ptr, top_ptr, at, inside, x_ptr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+def _folded(x, scale_ptr, top_ptr, inside, x_ptr, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """Products of float32 elements and scales over the largest one, rounded to the dtype of the gradient."""
-    scale = tl.load(scale_ptr + at, mask=inside, other=1.0)
+    scale = tl.load(scale_ptr, mask=inside, other=1.0)
     factor = scale * tl.div_rn(1.0, tl.load(top_ptr))  # of powers of two, exact
     if BF16:
         factor = _rounded(factor, x_ptr, BF16, INTERPRETED)
@@ -107,28 +115,31 @@ def _folded(x, scale_ptr, top_ptr, at, inside, x_ptr, BF16: tl.constexpr, INTERP
 
 @triton.jit
 def _read_folded(
-    x_ptr, token_ptr, weight_ptr, token_top_ptr, weight_top_ptr, rows, cols, n_rows, n_cols, row_stride, col_stride,
-    BF16: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, scales, row_start, col_start, n_rows, n_cols, row_stride, col_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BF16: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Float32 elements of a tile as its rows and as its columns are converted."""
-    mask = (rows < n_rows) & (cols < n_cols)
-    x = to_float(tl.load(x_ptr + rows * row_stride + cols * col_stride, mask=mask, other=0), BF16)
+    """Float32 elements of a tile as its rows and as its columns are converted; rows, columns, and whether both are
+    inside of the matrix, counted from the first one of the tile."""
+    row = tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, COLS)[None, :]
+    is_row = row < tl.minimum(n_rows - row_start, ROWS).to(tl.int32)
+    is_col = col < tl.minimum(n_cols - col_start, COLS).to(tl.int32)
+    x_ptr += row_start * row_stride + col_start * col_stride
+    at = row.to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+    x = to_float(tl.load(x_ptr + at, mask=is_row & is_col, other=0), BF16)
     by_rows = x
     by_columns = x
-    if weight_ptr is not None:
-        by_rows = _folded(x, weight_ptr, weight_top_ptr, cols, cols < n_cols, x_ptr, BF16, INTERPRETED)
-    if token_ptr is not None:
-        by_columns = _folded(x, token_ptr, token_top_ptr, rows, rows < n_rows, x_ptr, BF16, INTERPRETED)
-    return by_rows, by_columns
+    if scales.weight is not None:
+        by_rows = _folded(x, scales.weight + col_start + col, scales.weight_top, is_col, x_ptr, BF16, INTERPRETED)
+    if scales.tokens is not None:
+        by_columns = _folded(x, scales.tokens + row_start + row, scales.token_top, is_row, x_ptr, BF16, INTERPRETED)
+    return by_rows, by_columns, row, col, is_row, is_col
 
 
 @triton.jit(do_not_specialize=["col_tiles"])
 def maxima_kernel(
     x_ptr,
-    token_ptr,
-    weight_ptr,
-    token_top_ptr,
-    weight_top_ptr,
+    scales,
     maxima_ptr,
     n_rows,
     n_cols,
@@ -141,26 +152,21 @@ def maxima_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """Raise ``maxima [n_rows + n_cols]`` to the bits of the largest finite magnitudes of rows, then of columns."""
-    pid = tl.program_id(0)
-    rows = (pid // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = (pid % col_tiles).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
-    by_rows, by_columns = _read_folded(
-        x_ptr, token_ptr, weight_ptr, token_top_ptr, weight_top_ptr, rows, cols, n_rows, n_cols, row_stride, col_stride,
-        BF16, INTERPRETED,
-    )  # fmt: skip
+    row_start = (tl.program_id(0) // col_tiles).to(tl.int64) * ROWS
+    col_start = (tl.program_id(0) % col_tiles).to(tl.int64) * COLS
+    by_rows, by_columns, row, col, is_row, is_col = _read_folded(
+        x_ptr, scales, row_start, col_start, n_rows, n_cols, row_stride, col_stride, ROWS, COLS, BF16, INTERPRETED
+    )
     of_rows = tl.max(magnitude_bits(by_rows, False), axis=1, keep_dims=True)
     of_columns = tl.max(magnitude_bits(by_columns, False), axis=0, keep_dims=True)
-    tl.atomic_max(maxima_ptr + rows, of_rows, mask=rows < n_rows, sem="relaxed")
-    tl.atomic_max(maxima_ptr + n_rows + cols, of_columns, mask=cols < n_cols, sem="relaxed")
+    tl.atomic_max(maxima_ptr + row_start + row, of_rows, mask=is_row, sem="relaxed")
+    tl.atomic_max(maxima_ptr + n_rows + col_start + col, of_columns, mask=is_col, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["col_tiles"])
 def gradient_kernel(
     x_ptr,
-    token_ptr,
-    weight_ptr,
-    token_top_ptr,
-    weight_top_ptr,
+    scales,
     maxima_ptr,
     rows_ptr,
     row_scale_ptr,
@@ -178,23 +184,24 @@ def gradient_kernel(
     HAS_E4M3: tl.constexpr,
 ):
     """Elements ``[n_rows, n_cols]`` and ``[n_cols, n_rows]`` (bytes) and their scales, all contiguous."""
-    pid = tl.program_id(0)
-    row_tile = pid // col_tiles
-    col_tile = pid % col_tiles
-    rows = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = col_tile.to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
-    by_rows, by_columns = _read_folded(
-        x_ptr, token_ptr, weight_ptr, token_top_ptr, weight_top_ptr, rows, cols, n_rows, n_cols, row_stride, col_stride,
-        BF16, INTERPRETED,
-    )  # fmt: skip
-    row_byte = row_scale_byte(tl.load(maxima_ptr + rows, mask=rows < n_rows, other=0))
-    column_byte = row_scale_byte(tl.load(maxima_ptr + n_rows + cols, mask=cols < n_cols, other=0))
-    mask = (rows < n_rows) & (cols < n_cols)
-    tl.store(rows_ptr + rows * n_cols + cols, e4m3_bits(by_rows * inverse_scale(row_byte), HAS_E4M3), mask=mask)
+    row_start = (tl.program_id(0) // col_tiles).to(tl.int64) * ROWS
+    col_start = (tl.program_id(0) % col_tiles).to(tl.int64) * COLS
+    by_rows, by_columns, row, col, is_row, is_col = _read_folded(
+        x_ptr, scales, row_start, col_start, n_rows, n_cols, row_stride, col_stride, ROWS, COLS, BF16, INTERPRETED
+    )
+    row_byte = row_scale_byte(tl.load(maxima_ptr + row_start + row, mask=is_row, other=0))
+    column_byte = row_scale_byte(tl.load(maxima_ptr + n_rows + col_start + col, mask=is_col, other=0))
+    inside = is_row & is_col
+    rows_ptr += row_start * n_cols + col_start
+    rows = e4m3_bits(by_rows * inverse_scale(row_byte), HAS_E4M3)
+    tl.store(rows_ptr + row.to(tl.int64) * n_cols + col, rows, mask=inside)
+    columns_ptr += col_start * n_rows + row_start
     columns = e4m3_bits(by_columns * inverse_scale(column_byte), HAS_E4M3)
-    tl.store(columns_ptr + tl.trans(cols) * n_rows + tl.trans(rows), tl.trans(columns), mask=tl.trans(mask))
-    tl.store(row_scale_ptr + rows, scale_value(row_byte), mask=(rows < n_rows) & (col_tile == 0))
-    tl.store(column_scale_ptr + cols, scale_value(column_byte), mask=(cols < n_cols) & (row_tile == 0))
+    tl.store(
+        columns_ptr + tl.trans(col).to(tl.int64) * n_rows + tl.trans(row), tl.trans(columns), mask=tl.trans(inside)
+    )
+    tl.store(row_scale_ptr + row_start + row, scale_value(row_byte), mask=is_row & (col_start == 0))
+    tl.store(column_scale_ptr + col_start + col, scale_value(column_byte), mask=is_col & (row_start == 0))
 
 
 def gradient_to_fp8(
@@ -237,7 +244,7 @@ def gradient_to_fp8(
                 scale.zero_()
         return result
     maxima = torch.empty(n_rows + n_cols, dtype=torch.int32, device=grad.device)
-    scales = token_scales, weight_scales, result.token_top, result.weight_top
+    scales = _Scales(token_scales, weight_scales, result.token_top, result.weight_top)
     col_tiles = triton.cdiv(n_cols, _TILE["COLS"])
     tiles = (triton.cdiv(n_rows, _TILE["ROWS"]) * col_tiles,)
     constants = {**_TILE, "BF16": grad.dtype == torch.bfloat16, "INTERPRETED": INTERPRETED, **_OPTIONS}
@@ -245,11 +252,11 @@ def gradient_to_fp8(
     with on(grad.device):
         # Two programs at least, for two kinds of scales.
         blocks = max(2, triton.cdiv(n_rows + n_cols, _BLOCK))
-        prepare_kernel[(blocks,)](*scales, maxima, n_rows, n_cols, n_columns, BLOCK=_BLOCK)
-        maxima_kernel[tiles](read, *scales, maxima, n_rows, n_cols, *grad.stride(), col_tiles, **constants)
+        prepare_kernel[(blocks,)](scales, maxima, n_rows, n_cols, n_columns, BLOCK=_BLOCK)
+        maxima_kernel[tiles](read, scales, maxima, n_rows, n_cols, *grad.stride(), col_tiles, **constants)
         gradient_kernel[tiles](
             read,
-            *scales,
+            scales,
             maxima,
             result.rows.view(torch.uint8),
             result.row_scale,
