@@ -190,12 +190,12 @@ def _saved_bytes(
 
 
 def _kept_bytes(width: int, spec: GemmSpec | None) -> float:
-    """Return bytes that a layer keeps of an input of ``width`` elements: E4M3 has a scale byte for a token,
-    MXFP8 for a block."""
+    """Return bytes that a layer keeps of an input of ``width`` elements: E4M3 has a scale for a token, in float32 where
+    Wgrad multiplies the elements, otherwise a byte; MXFP8 has a byte for a block."""
     if spec is None or not spec.saves_fp8:
         return _COMPUTE * width
     if spec.input_scheme is FP8:
-        return width + 1
+        return width + (4 if spec.folds_scales else 1)
     return width * bits_per_element(spec.input_scheme) / 8
 
 

@@ -6,10 +6,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from .experts import ExpertsPlan
+from .fp8 import FP8Operand
 from .groups import Groups
 from .plan import LinearPlan
 from .state import PLAIN_STATE, GemmState
-from .weights import is_cached
+from .weights import is_cached, keeps_fp8
 
 
 #: Types of devices that have autocast at all. Dynamo of torch 2.11 does not trace the question.
@@ -65,8 +66,11 @@ class _QuantizedLinear(torch.autograd.Function):
         plan = plan_of(state, x, weight, dtype)
         # A frozen weight, as under LoRA, needs no input saved for its gradient.
         out, saved, operand = plan.forward(x, weight, bias, state, groups, True, weight_needs_grad)
-        is_kept = ctx.needs_input_grad[0] and state.spec.reuses_weight and _keeps_operand(operand, weight, state)
-        ctx.save_for_backward(weight, operand if is_kept else None, *saved)
+        kept: tuple[torch.Tensor | None, ...] = ()
+        if ctx.needs_input_grad[0] and state.spec.reuses_weight:
+            kept = _kept_of_operand(operand, x, weight, state, dtype)
+        ctx.save_for_backward(weight, *kept, *saved)
+        ctx.n_kept = len(kept)
         ctx.plan = plan
         ctx.state = state
         ctx.groups = groups
@@ -76,7 +80,12 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, operand, *saved = ctx.saved_tensors  # once: checkpointing computes them by another forward pass
+        weight, *tensors = ctx.saved_tensors  # once: checkpointing computes them by another forward pass
+        kept = tensors[: ctx.n_kept]
+        saved = tensors[ctx.n_kept :]
+        operand = None
+        if kept:
+            operand = kept[0] if len(kept) == 1 else FP8Operand.of_columns(*kept)
         check_step(ctx.state, ctx.step)
         needs = ctx.needs_input_grad[:3]
         gradients = ctx.plan.backward(grad, weight, tuple(saved), operand, ctx.state, ctx.groups, needs)
@@ -94,16 +103,32 @@ def check_step(state: GemmState, step: int | None) -> None:
     )
 
 
-def _keeps_operand(operand: torch.Tensor | None, weight: torch.Tensor, state: GemmState) -> bool:
-    """Whether ``Q(W)`` is kept from the forward pass to the backward pass: not on accelerators and not in jobs that may
-    shard weights, where copies of all of them would be another model in memory, and not where a cache keeps it, which
-    writes the next step's values to the same memory."""
+def _kept_of_operand(
+    operand: torch.Tensor | FP8Operand | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: GemmState,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return what is kept of ``Q(W)`` from the forward pass to the backward pass: its values, or what
+    [`FP8Operand.of_columns`] takes, or nothing.
+
+    Nothing is kept in jobs that may shard weights, where copies of all of them would be another model in memory, and
+    not where a cache keeps it, which writes the next step's values to the same memory. Values are kept on CPUs alone.
+    E4M3 elements are kept where the input, of which the elements are kept, has as many rows: a byte each, both take no
+    more memory than an input in 16 bits.
+    """
     dist = torch.distributed
-    if operand is None or not operand.is_cpu:
-        return False
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return False
-    return not is_cached(operand, weight, state)
+    if operand is None or dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ()
+    if isinstance(operand, torch.Tensor):
+        return (operand,) if operand.is_cpu and not is_cached(operand, weight, state) else ()
+    if operand.columns is None or keeps_fp8(weight, dtype, state):
+        return ()
+    keeps_input = weight.requires_grad and state.spec.saves_fp8
+    if not keeps_input or x.numel() // x.shape[-1] < weight.shape[0]:
+        return ()
+    return operand.columns, operand.scale, operand.column_scale
 
 
 # ---- dtypes and gradients -------------------------------------------------------------------------------------------

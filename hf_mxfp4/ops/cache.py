@@ -158,7 +158,7 @@ def _written_to(stale: Any, value: Any) -> Any:
         if target is not None and (target.shape != source.shape or target.dtype != source.dtype):
             return value
     for target, source in zip(old, new, strict=True):
-        if target is not None:
+        if target is not None and target is not source:
             target.copy_(source)
     return stale
 

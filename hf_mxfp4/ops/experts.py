@@ -10,7 +10,7 @@ from . import choice
 from .fp8 import FP8Operand
 from .groups import Groups
 from .operands import quantize_operand
-from .plan import LinearPlan
+from .plan import LinearPlan, wgrad_operands
 from .products import FP4Products
 from .state import GemmState
 from .values import matmul, matmul_tokens
@@ -33,7 +33,6 @@ class ExpertsPlan(LinearPlan):
     def products(
         self,
         rows: torch.Tensor,
-        columns: torch.Tensor,
         weight: torch.Tensor | FP8Operand | None,
         x: torch.Tensor | FP8Operand | None,
         shape: torch.Size,
@@ -45,6 +44,7 @@ class ExpertsPlan(LinearPlan):
         assert groups is not None
         if self.spec.is_plain:
             return self._plain_products(rows, weight, x, groups)
+        columns, x = wgrad_operands(rows, x)
         grad_x = grad_weight = None
         is_grouped = isinstance(weight, FP8Operand)
         if is_grouped:

@@ -44,8 +44,11 @@ class Input:
         self._elements: MXFP8Rows | None = None
         self._codes: MXFP4Tensor | None = None
         self._values: torch.Tensor | None = None
+        self._twice: FP8Operand | None = None
+        self.is_saved = is_saved
         # What is saved as elements is made once, and the values are read from them.
         self._makes_elements = is_saved and state.spec.saves_fp8
+        self._makes_columns = is_saved and saves_columns(state.spec, groups is not None)
 
     def values(self) -> torch.Tensor:
         """Return ``Q(x)`` in `dtype`, of the rotated and padded input where the forward product rotates."""
@@ -53,6 +56,8 @@ class Input:
             return self._values
         if self._codes is not None:
             values = quantization.dequantize(self._codes, self._codes.dtype, self._spec.backend).to(self.dtype)
+        elif self._makes_columns:
+            values = self._rows_and_columns().values(self.dtype, self._spec.backend)
         elif self._elements is not None or self._makes_elements:
             values = values_of_elements(self.elements(), self._spec, self.dtype)
         elif self.groups is None or not self._spec.draws_forward:
@@ -64,6 +69,8 @@ class Input:
 
     def fp8(self) -> FP8Operand:
         """Return ``Q(x)`` as E4M3 elements and scales of rows."""
+        if self._makes_columns:
+            return self._rows_and_columns()
         if self._spec.input_scheme is FP8:
             return FP8Operand.of_bytes(*self.elements())
         return to_fp8(self.values())
@@ -89,12 +96,24 @@ class Input:
 
     def saved(self) -> SavedTensors:
         """Return the tensors that [`restored`] reads: the input itself where Wgrad quantizes it in its own way, E4M3
-        elements and scale bytes where they hold ``Q(x)``, otherwise its values."""
+        elements and scale bytes where they hold ``Q(x)``, otherwise its values. Where Wgrad multiplies the elements,
+        they are transposed, ``[K, M]``, with scales of tokens in float32, ``[M, 1]``."""
+        if self._makes_columns:
+            operand = self._rows_and_columns()
+            return operand.columns, operand.scale.view(-1, 1)
         if self._spec.saves_fp8:
             return self.elements()
         if self._spec.saves_raw_input:
             return (self.x,)
         return (self.values(),)
+
+    def _rows_and_columns(self) -> FP8Operand:
+        """Return ``Q(x)`` as E4M3 elements ``[..., K]`` that are at hand transposed too, ``[K, M]``."""
+        if self._twice is None:
+            rows = self.x.detach().reshape(-1, self.x.shape[-1])
+            elements, columns, scale = quantization.quantize_e4m3_twice(rows, self._spec.backend)
+            self._twice = FP8Operand(elements.view(self.x.shape), scale.view(*self.x.shape[:-1], 1), columns)
+        return self._twice
 
     def _quantize(self, rows: torch.Tensor, rng: LayerRng | None) -> torch.Tensor:
         fprop = self._spec.scheme.fprop
@@ -122,10 +141,22 @@ def _joined(parts: list[MXFP8Rows]) -> MXFP8Rows:
     return joined.view(torch.float8_e4m3fn), torch.cat(scales)
 
 
-def restored(saved: SavedTensors, spec: GemmSpec, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values ``[..., K]`` of what [`Input.saved`] gave, E4M3 elements in ``dtype``; of a rotated operand
-    padded."""
-    return values_of_elements((saved[0], saved[1]), spec, dtype) if spec.saves_fp8 else saved[0]
+def saves_columns(spec: GemmSpec, is_grouped: bool) -> bool:
+    """Whether an input is saved as transposed E4M3 elements: of one weight, where Wgrad multiplies these elements."""
+    return spec.folds_scales and not is_grouped
+
+
+def restored(
+    saved: SavedTensors, spec: GemmSpec, dtype: torch.dtype, is_grouped: bool = False
+) -> torch.Tensor | FP8Operand:
+    """Return what [`Input.saved`] gave as ``[M, K]``: E4M3 elements with the scales of tokens where Wgrad multiplies
+    them, otherwise values, of elements in ``dtype``; of a rotated operand padded."""
+    if saves_columns(spec, is_grouped):
+        return FP8Operand.of_columns(*saved)
+    rows = tuple(tensor.reshape(-1, tensor.shape[-1]) for tensor in saved)
+    if spec.folds_scales:
+        return FP8Operand.of_bytes(*rows)
+    return values_of_elements(rows, spec, dtype) if spec.saves_fp8 else rows[0]
 
 
 def values_of_elements(elements: MXFP8Rows, spec: GemmSpec, dtype: torch.dtype) -> torch.Tensor:
@@ -135,9 +166,12 @@ def values_of_elements(elements: MXFP8Rows, spec: GemmSpec, dtype: torch.dtype) 
     return quantization.dequantize_e4m3(*elements, dtype, spec.backend)
 
 
-def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:
+def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype, is_grouped: bool = False) -> str:
     """Return what compiled code saves of an input, for a product in ``dtype``: ``"fp8"`` or ``"mxfp8"`` elements,
-    ``"values"``, or ``"x"``, the input itself; see [`hf_mxfp4.ops.operators`]."""
+    ``"columns"``, which are transposed ones, ``"values"``, or ``"x"``, the input itself; see
+    [`hf_mxfp4.ops.operators`]."""
+    if saves_columns(spec, is_grouped):
+        return "columns"
     if spec.saves_fp8:
         return spec.input_scheme.value
     is_used_as_it_is = spec.scheme.fprop.left is FULL and spec.rotation_size == 1 and x_dtype == dtype

@@ -10,6 +10,7 @@ replays the numbers of one step. Those of packed weights have no state, but expe
 takes the operands of experts, the host reads where their rows end."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -35,7 +36,7 @@ from .state import PLAIN_STATE, GemmState, state_of
 
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 #: What an operator returns of its input for the backward pass. The others are ``x``, which is at hand, and ``nothing``.
-_RETURNED = ("values", "fp8", "mxfp8")
+_RETURNED = ("values", "fp8", "mxfp8", "columns")
 
 
 def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
@@ -140,7 +141,9 @@ def compiled_linear(
     spec = state.spec
     dtype = autocast_dtype(x) or x.dtype
     has_gradient = torch.is_grad_enabled()
-    saved = what_is_saved(spec, x.dtype, dtype) if weight.requires_grad and has_gradient else "nothing"
+    saved = "nothing"
+    if weight.requires_grad and has_gradient:
+        saved = what_is_saved(spec, x.dtype, dtype, groups is not None)
     ends = None if groups is None else groups.offsets(x.device)
     options = dtype, saved, spec.padded_length(x.shape[-1]), has_gradient and not spec.is_plain
     arguments = x, weight, bias, ends, state.layer_id, *options, spec.transposed, has_gradient
@@ -198,6 +201,9 @@ def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: i
     if saved in ("fp8", "mxfp8"):
         scales = 1 if saved == "fp8" else -(-columns // BLOCK_SIZE)
         return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (columns, scales)]
+    if saved == "columns":
+        n_rows = math.prod(rows)
+        return [x.new_empty(columns, n_rows, dtype=torch.uint8), x.new_empty(n_rows, 1, dtype=torch.float32)]
     return []
 
 
@@ -218,7 +224,7 @@ def _backward(
     if has_step:
         *tensors, step = tensors
         check_step(state, int(step))
-    if saved in ("fp8", "mxfp8"):
+    if saved in ("fp8", "mxfp8", "columns"):
         tensors = [tensors[0].view(torch.float8_e4m3fn), tensors[1]]
     plan = plan_of(state, grad, weight, grad.dtype)
     gradients = plan.backward(grad, weight, tuple(tensors), None, state, groups, needs)

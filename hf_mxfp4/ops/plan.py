@@ -22,7 +22,7 @@ from .products import CodesProducts, FP4Products, FP8Products, ValueProducts, fp
 from .rng import LayerRng
 from .spec import GemmSpec
 from .state import GemmState
-from .weights import fp8_weight, rows_first, weight_operand
+from .weights import rows_first, weight_operand
 
 
 #: Gradients of the input, the weight and the bias.
@@ -47,7 +47,6 @@ class LinearPlan:
         self.dtype = dtype
         self.device = device
         self.values = ValueProducts(spec)
-        self.fp8 = FP8Products(spec)
         n, k = shape[-2:]
         if spec.transposed:
             n, k = k, n
@@ -55,6 +54,7 @@ class LinearPlan:
         if spec.reuses_weight:
             columns["dgrad"] = columns["fprop"]
         self.fp8_gemms = frozenset(gemm for gemm in columns if self._is_fp8(gemm, columns[gemm]))
+        self.fp8 = FP8Products(spec, has_dgrad="dgrad" in self.fp8_gemms and spec.reuses_weight)
         ways: list[Any] = [self.values]
         if "fprop" in self.fp8_gemms:
             ways.insert(0, self.fp8)
@@ -81,9 +81,9 @@ class LinearPlan:
         groups: Groups | None,
         has_backward: bool = False,
         weight_needs_grad: bool = False,
-    ) -> tuple[torch.Tensor, SavedTensors, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, SavedTensors, torch.Tensor | FP8Operand | None]:
         """Return the output, what is saved of the input if the weight needs a gradient, and ``Q(W)`` where its values
-        were multiplied. With groups for all experts."""
+        or its E4M3 elements were multiplied. With groups for all experts."""
         if bias is not None and bias.dtype is not self.dtype:
             bias = bias.to(self.dtype)
         quantized = Input(x, self.dtype, state, groups, weight_needs_grad)
@@ -102,7 +102,7 @@ class LinearPlan:
         grad: torch.Tensor,
         weight: torch.Tensor,
         saved: SavedTensors,
-        operand: torch.Tensor | None,
+        operand: torch.Tensor | FP8Operand | None,
         state: GemmState,
         groups: Groups | None,
         needs: Sequence[bool],
@@ -117,16 +117,17 @@ class LinearPlan:
             needs: which gradients are needed.
         """
         rows = grad.reshape(-1, grad.shape[-1])
-        columns = rows.t()
         right = None
         x = None
         grad_bias = None
         if needs[0]:
             right = self.dgrad_operand(rows, weight, operand, state)
         if needs[1]:
-            columns, x = self.wgrad_operands(rows, saved)
+            x = restored(saved, self.spec, rows.dtype, groups is not None)
+            if isinstance(x, FP8Operand) and not rows.numel():
+                x = x.values(rows.dtype, self.spec.backend)
         shape = rows_first(weight, self.spec).shape
-        grad_x, grad_weight = self.products(rows, columns, right, x, shape, state, groups)
+        grad_x, grad_weight = self.products(rows, right, x, shape, state, groups)
         if grad_x is not None:
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
         if grad_weight is not None:
@@ -137,37 +138,28 @@ class LinearPlan:
         return grad_x, grad_weight, grad_bias
 
     def dgrad_operand(
-        self, rows: torch.Tensor, weight: torch.Tensor, operand: torch.Tensor | None, state: GemmState
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        operand: torch.Tensor | FP8Operand | None,
+        state: GemmState,
     ) -> torch.Tensor | FP8Operand:
         """Return the weight as Dgrad takes it: the master, or what the forward product used."""
         spec = self.spec
         if not spec.reuses_weight:
             return rows_first(weight, spec)
         if self._runs_on_fp8("dgrad", rows):
-            fp8 = fp8_weight(weight, rows.dtype, state)
+            fp8 = operand if isinstance(operand, FP8Operand) else self.fp8.weight(weight, rows.dtype, state)
             # Scales of rows would go into the gradient, whose blocks of MXFP4 would be others.
-            if fp8 is not None and (fp8.scale.shape[-2] == 1 or spec.scheme.dgrad.left is FP8):
+            if fp8 is not None and (fp8.column_scale is not None or spec.scheme.dgrad.left is FP8):
                 return fp8
-        if operand is None or operand.dtype != rows.dtype:
+        if not isinstance(operand, torch.Tensor) or operand.dtype != rows.dtype:
             return weight_operand(weight, rows.dtype, state)
         return operand
-
-    def wgrad_operands(self, rows: torch.Tensor, saved: SavedTensors) -> tuple[torch.Tensor, torch.Tensor | FP8Operand]:
-        """Return the gradient ``[N, M]`` and the input ``[M, K]`` as Wgrad takes them. Where the scales of tokens go
-        into the gradient, the elements of the input are left."""
-        columns = rows.t()
-        if self.spec.folds_scales and rows.numel():
-            elements, byte = (tensor.reshape(-1, tensor.shape[-1]) for tensor in saved)
-            x = FP8Operand.of_bytes(elements, byte)
-            columns, scale = fold_scales(columns, x.scale)
-            return columns, FP8Operand(x.elements, scale)
-        values = restored(saved, self.spec, rows.dtype)
-        return columns, values.reshape(-1, values.shape[-1])
 
     def products(
         self,
         rows: torch.Tensor,
-        columns: torch.Tensor,
         weight: torch.Tensor | FP8Operand | None,
         x: torch.Tensor | FP8Operand | None,
         shape: torch.Size,
@@ -177,11 +169,14 @@ class LinearPlan:
         """Return Dgrad ``[M, K]`` and Wgrad ``[N, K]``, `None` for the one whose right operand is `None`.
 
         Args:
-            rows, columns: the output gradient ``[M, N]``, and ``[N, M]`` as Wgrad takes it.
+            rows: the output gradient ``[M, N]``.
             weight, x: the right operands of Dgrad and Wgrad.
             shape: N and K.
             state, groups: of the layer; one weight has no groups.
         """
+        if self._quantizes_gradient_once(rows, weight, x):
+            return self.fp8.dgrad_and_wgrad(rows, weight, x)
+        columns, x = wgrad_operands(rows, x)
         return self.products_of_matrix(rows, columns, weight, x, shape[-1], state.rng)
 
     def products_of_matrix(
@@ -193,7 +188,8 @@ class LinearPlan:
         n_columns: int,
         rng: LayerRng | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return Dgrad and Wgrad of one weight matrix of ``n_columns`` columns; see [`products`]."""
+        """Return Dgrad and Wgrad of one weight matrix of ``n_columns`` columns; see [`products`]. ``columns`` is the
+        output gradient ``[N, M]`` as Wgrad takes it."""
         spec = self.spec
         rotation = spec.scheme.fprop.rotation
         left = left_t = grad_x = grad_weight = None
@@ -209,6 +205,15 @@ class LinearPlan:
             grad_weight = self._wgrad_way(columns).wgrad(columns, x, rng, left_t)
         return grad_x, grad_weight
 
+    def _quantizes_gradient_once(
+        self, rows: torch.Tensor, weight: torch.Tensor | FP8Operand | None, x: torch.Tensor | FP8Operand | None
+    ) -> bool:
+        """Whether both products take the output gradient as E4M3 elements, with the elements of the forward product."""
+        if not isinstance(weight, FP8Operand) or not isinstance(x, FP8Operand):
+            return False
+        dgrad = self.spec.scheme.dgrad
+        return dgrad.left is FP8 and dgrad.rotation is None and self._wgrad_way(rows.t()) is self.fp8
+
     def _dgrad_way(self, rows: torch.Tensor, weight: torch.Tensor | FP8Operand) -> Any:
         # A weight that the forward product used is an FP8Operand where FP8 tensor cores multiply.
         is_fp8 = isinstance(weight, FP8Operand) if self.spec.reuses_weight else self._runs_on_fp8("dgrad", rows)
@@ -221,6 +226,18 @@ class LinearPlan:
 
     def _runs_on_fp8(self, gemm: str, grad: torch.Tensor) -> bool:
         return gemm in self.fp8_gemms and grad.numel() > 0 and quantization.has_plain_memory(grad)
+
+
+def wgrad_operands(
+    rows: torch.Tensor, x: torch.Tensor | FP8Operand | None
+) -> tuple[torch.Tensor, torch.Tensor | FP8Operand | None]:
+    """Return the gradient ``[N, M]`` and the input ``[M, K]`` as Wgrad takes them. Where the scales of tokens go into
+    the gradient, the elements of the input are left."""
+    columns = rows.t()
+    if not isinstance(x, FP8Operand):
+        return columns, x
+    columns, scale = fold_scales(columns, x.scale)
+    return columns, FP8Operand(x.elements, scale, x.columns)
 
 
 def count_backward_pass(state: GemmState, groups: Groups | None) -> None:

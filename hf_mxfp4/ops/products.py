@@ -23,12 +23,13 @@ from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, MXFP4Tensor
 from . import choice, fp4, quantization
 from .codes import decodes, multiply_codes
 from .fp4 import FP4Operand, MXFP8Rows
-from .fp8 import FP8Operand, fold_scales, inexact, multiply_fp8, to_fp8
+from .fp8 import FP8Operand, WeightConversion, fold_scales, gradient_operands, inexact, multiply_fp8, n_inexact, to_fp8
 from .groups import Groups
 from .inputs import Input
 from .operands import gradient_operand, rotate_operand
 from .rng import LayerRng
 from .spec import GemmSpec
+from .state import GemmState
 from .values import matmul
 from .weights import backend_of_codes, count_weight, fp4_weight, fp8_weight, weight_codes, weight_operand
 
@@ -42,13 +43,14 @@ def matmul_counts() -> dict[str, dict[str, int] | int]:
     counts: dict[str, Any] = {gemm: {} for gemm in GEMM_OPERANDS}
     for (gemm, name), count in sorted(_counts.items()):
         counts[gemm][name] = count
-    counts["inexact_elements"] = sum(int(number) for number in inexact.values())
+    counts["inexact_elements"] = n_inexact()
     return counts
 
 
 def reset_matmul_counts() -> None:
     """Count from zero."""
     _counts.clear()
+    n_inexact()  # so that nothing is counted later
     for count in inexact.values():
         count.zero_()  # in its memory, to which CUDA graphs add
 
@@ -128,19 +130,33 @@ class ValueProducts:
 
 
 class FP8Products:
-    """Products on FP8 tensor cores: the values are E4M3 elements times a power of two for each row."""
+    """Products on FP8 tensor cores: the values are E4M3 elements times a power of two for each row.
 
-    def __init__(self, spec: GemmSpec):
+    Args:
+        spec: of the layer.
+        has_dgrad: whether Dgrad multiplies the transposed elements of the weight.
+    """
+
+    def __init__(self, spec: GemmSpec, has_dgrad: bool):
         self.spec = spec
+        self.has_dgrad = has_dgrad
+        self.conversion = WeightConversion()
 
-    def fprop(self, x: Input, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, None] | None:
-        """Return ``Q(x) Q(W)^T + b``; `None` where E4M3 would round an element of ``Q(W)``, or there are no rows."""
+    def fprop(
+        self, x: Input, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, FP8Operand] | None:
+        """Return ``Q(x) Q(W)^T + b`` and ``Q(W)``; `None` where E4M3 would round an element of ``Q(W)``, or there are
+        no rows."""
         if not x.x.numel() or not quantization.has_plain_memory(x.x):
             return None
-        right = fp8_weight(weight, x.dtype, x.state)
+        right = self.weight(weight, x.dtype, x.state)
         if right is None:
             return None
-        return self._multiply("fprop", x.fp8(), right, x.dtype, bias, x.groups), None
+        return self._multiply("fprop", x.fp8(), right, x.dtype, bias, x.groups), right
+
+    def weight(self, weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> FP8Operand | None:
+        """Return the weight as Fprop and Dgrad take it; see [`hf_mxfp4.ops.weights.fp8_weight`]."""
+        return fp8_weight(weight, dtype, state, self.conversion, self.has_dgrad)
 
     def dgrad(
         self,
@@ -155,8 +171,10 @@ class FP8Products:
         product = self.spec.scheme.dgrad
         dtype = grad.dtype
         if isinstance(weight, FP8Operand):
-            grad, scale = fold_scales(grad, weight.scale, groups)
-            right = FP8Operand(weight.transposed().elements, scale)
+            right = weight.transposed()
+            if weight.column_scale is None:
+                grad, scale = fold_scales(grad, weight.scale, groups)
+                right = FP8Operand(right.elements, scale)
         else:
             if quantizes_weight(product):
                 count_weight(weight, "dgrad")
@@ -186,6 +204,15 @@ class FP8Products:
         else:
             right = self._operand(x.t(), product, "wgrad", "x", rng, dtype)
         return self._multiply("wgrad", left, right, dtype)
+
+    def dgrad_and_wgrad(
+        self, grad: torch.Tensor, weight: FP8Operand, x: FP8Operand
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both products of a gradient ``[M, N]`` that is quantized to E4M3 without a rotation, with the elements
+        of the forward product."""
+        left, right, left_t, right_t = gradient_operands(grad, weight, x, self.spec.backend)
+        grad_x = self._multiply("dgrad", left, right, grad.dtype)
+        return grad_x, self._multiply("wgrad", left_t, right_t, grad.dtype)
 
     def _operand(
         self,

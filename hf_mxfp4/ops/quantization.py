@@ -232,6 +232,24 @@ def quantize_e4m3(
     return elements, byte if scale_dtype == torch.uint8 else numerics.decode_e8m0(byte)
 
 
+def quantize_e4m3_twice(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the elements of [`quantize_e4m3`] of a matrix ``[R, C]``, the same transposed, ``[C, R]``, both
+    contiguous, and scales of rows in float32, ``[R, 1]``."""
+    if supports_e4m3(x, backend):
+        return triton_kernels.quantize_e4m3_twice(x)
+    elements, byte = numerics.quantize_e4m3(x)
+    return elements, elements.mT.contiguous(), numerics.decode_e8m0(byte)
+
+
+def transpose_e4m3(elements: torch.Tensor) -> torch.Tensor:
+    """Return E4M3 elements ``[..., R, C]`` as ``[..., C, R]``, contiguous."""
+    transposed = elements.mT
+    if transposed.is_contiguous() or not elements.is_contiguous():
+        return transposed.contiguous()
+    name = choose_backend(elements, _BLOCKS, "auto", family="dequantize", dtype=torch.bfloat16)
+    return triton_kernels.transpose_e4m3(elements) if name == "triton" else transposed.contiguous()
+
+
 def dequantize_e4m3(
     elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:

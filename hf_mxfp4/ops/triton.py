@@ -103,17 +103,53 @@ def quantize_e4m3(x: torch.Tensor, scale_dtype: torch.dtype = torch.uint8) -> tu
     return mxfp4_kernels.to_fp8(x, scale_dtype)
 
 
+def quantize_e4m3_twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.ops.quantization.quantize_e4m3_twice`] of a matrix that the kernels support."""
+    return mxfp4_kernels.to_fp8_rows_and_columns(x, nan_rows=True)
+
+
+def transpose_e4m3(elements: torch.Tensor) -> torch.Tensor:
+    """[`hf_mxfp4.ops.quantization.transpose_e4m3`] of contiguous elements."""
+    return mxfp4_kernels.transpose_fp8(elements)
+
+
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`hf_mxfp4.numerics.dequantize_e4m3`] in a dtype that the kernels support."""
     return mxfp4_kernels.from_fp8(elements, byte, dtype)
 
 
-def to_fp8(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.ops.to_fp8`] of a tensor that the kernels support, with scales of rows or of ``whole`` matrices:
-    elements, scales of rows, and the number of elements that were rounded, a scalar on the device."""
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.ops.to_fp8`] of a tensor that the kernels support: elements, scales of rows, and the number of
+    elements that were rounded, a scalar on the device."""
     inexact = torch.zeros((), dtype=torch.int32, device=x.device)
-    top = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), dtype=torch.float32) if whole else None
-    return *mxfp4_kernels.to_fp8(x, inexact=inexact, top=top), inexact
+    return *mxfp4_kernels.to_fp8(x, inexact=inexact), inexact
+
+
+def weight_to_fp8(
+    values: torch.Tensor,
+    whole: bool,
+    with_columns: bool,
+    rounded: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Elements of weights ``[..., N, K]``, those of their transposes or `None`, and scales ``[..., N, 1]``, of rows or
+    of ``whole`` matrices. Adds to the number of ``rounded`` elements; elements are written to both tensors of ``out``.
+    """
+    top = torch.linalg.vector_norm(values, torch.inf, dim=(-2, -1), dtype=torch.float32) if whole else None
+    if not with_columns:
+        elements, scale = mxfp4_kernels.to_fp8(values, inexact=rounded, top=top)
+        return elements, None, scale
+    outputs = None
+    if out is not None:
+        outputs = (*out, values.new_empty(*values.shape[:-1], 1, dtype=torch.float32))
+    return mxfp4_kernels.to_fp8_rows_and_columns(values, inexact=rounded, top=top, out=outputs)
+
+
+def gradient_to_fp8(
+    grad: torch.Tensor, token_scales: torch.Tensor, weight_scales: torch.Tensor | None, n_columns: int
+) -> Any:
+    """See [`hf_mxfp4.ops.fp8.gradient_operands`]."""
+    return mxfp4_kernels.gradient_to_fp8(grad, token_scales, weight_scales, n_columns=n_columns)
 
 
 def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:

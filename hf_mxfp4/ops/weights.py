@@ -10,7 +10,7 @@ import torch
 from ..numerics import FULL, MXFP4Tensor
 from . import quantization
 from .fp4 import FP4Operand, to_fp4
-from .fp8 import FP8Operand, weight_to_fp8
+from .fp8 import FP8Operand, WeightConversion
 from .operands import quantize_operand, rotate_back
 from .packed_weight import of_expert, packed_tensor, quantize_experts, quantize_weight
 from .spec import GemmSpec
@@ -60,17 +60,24 @@ def is_cached(operand: torch.Tensor, weight: torch.Tensor, state: GemmState) -> 
     return cache is not None and cache.find(weight, (state, operand.dtype), _step(state)) is operand
 
 
-def fp8_weight(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> FP8Operand | None:
-    """Return [`weight_operand`] as E4M3 elements, which Fprop and Dgrad take; `None` where some would be rounded, as
-    [`hf_mxfp4.ops.fp8.weight_to_fp8`] finds."""
+def fp8_weight(
+    weight: torch.Tensor, dtype: torch.dtype, state: GemmState, conversion: WeightConversion, has_dgrad: bool
+) -> FP8Operand | None:
+    """Return [`weight_operand`] as E4M3 elements, which Fprop takes, and transposed if it ``has_dgrad`` that does too;
+    `None` where some would be rounded, as the ``conversion`` of the layer finds."""
 
-    def make(_: object) -> tuple[FP8Operand | None]:
-        return (weight_to_fp8(_weight_values(weight, dtype, state)),)
+    def make(stale: tuple[FP8Operand | None] | None) -> tuple[FP8Operand | None]:
+        out = None if stale is None else stale[0]
+        return (conversion(_weight_values(weight, dtype, state), has_dgrad, out),)
 
-    cache = state.cache
-    if cache is None or not _keeps_values(weight, dtype, state, is_fp8=True):
+    if not keeps_fp8(weight, dtype, state):
         return make(None)[0]
-    return cache.get(weight, (state, dtype, "fp8"), make, _step(state))[0]
+    return state.cache.get(weight, (state, dtype, "fp8"), make, _step(state))[0]
+
+
+def keeps_fp8(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> bool:
+    """Whether the cache that is open keeps what [`fp8_weight`] returns."""
+    return state.cache is not None and _keeps_values(weight, dtype, state, is_fp8=True)
 
 
 def _keeps_values(weight: torch.Tensor, dtype: torch.dtype, state: GemmState, is_fp8: bool = False) -> bool:

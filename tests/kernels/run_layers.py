@@ -8,6 +8,7 @@ TRITON_INTERPRET=1 python run_layers.py
 import json
 from collections import Counter
 from functools import partial, partialmethod
+from unittest import mock
 
 import torch
 from tiny_models import make_model
@@ -16,10 +17,13 @@ from torch import nn
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedExperts
+from hf_mxfp4.ops import quantization
+from hf_mxfp4.ops.choice import HAS_FP8_ON_CPU
 
 
 LAUNCHES: Counter = Counter()
 NAMES = ("fake_quantize", "fake_quantize_rows_and_columns", "quantize", "dequantize", "to_fp8", "from_fp8")
+NAMES += ("to_fp8_rows_and_columns", "gradient_to_fp8")
 ROTATED = {"rotation": "deterministic-32"}
 LAYERS = {
     "w4a4": (MXFP4Linear, {"preset": "w4a4"}),
@@ -32,6 +36,10 @@ LAYERS = {
     "packed, w4a8": (MXFP4PackedLinear, {"preset": "w4a8", "mode": "packed"}),
     "packed, rotated": (MXFP4PackedLinear, {"preset": "w4a4", "mode": "packed", "fprop": ROTATED}),
 }
+
+
+#: On FP8 products, which have outputs in float32 on CPUs: weights with one scale, and with scales of rows.
+SPREADS = {"w4a8g8 in FP8": 0, "w4a8g8 in FP8, scales of rows": 16}
 
 
 def spy() -> None:
@@ -54,6 +62,21 @@ def linear(kind: type, options: dict, backend: str) -> list[torch.Tensor]:
     out = layer(x)
     out.backward(torch.randn(out.shape).bfloat16())
     return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+def in_fp8(spread: int, backend: str) -> list[torch.Tensor]:
+    """Both passes of a layer on FP8 products, its weights by rows ``spread`` binades apart."""
+    torch.manual_seed(0)
+    config = MXFP4RLConfig(preset="w4a8g8", matmul_backend="fp8", backend=backend)
+    layer = MXFP4Linear.from_linear(nn.Linear(160, 48), config)
+    with torch.no_grad():
+        layer.weight.mul_(torch.linspace(-spread, spread, 48).round().exp2()[:, None])
+    x = torch.randn(64, 160).mul(torch.linspace(-9, 9, 64).round().exp2()[:, None]).requires_grad_()
+    # Operands of FP8 products are converted on the best backend, of CPUs the eager one.
+    with mock.patch.object(quantization, "supports_e4m3", lambda *_: backend == "triton"):
+        out = layer(x)
+        out.backward(torch.randn(out.shape))
+    return [out.detach(), x.grad, layer.weight.grad]
 
 
 def experts(backend: str) -> list[torch.Tensor]:
@@ -95,6 +118,8 @@ def compared(compute) -> dict:
 if __name__ == "__main__":
     spy()
     report = {name: compared(partial(linear, *given)) for name, given in LAYERS.items()}
+    if HAS_FP8_ON_CPU:
+        report |= {name: compared(partial(in_fp8, spread)) for name, spread in SPREADS.items()}
     report["experts"] = compared(experts)
     of_joined = {"few": joined(3), "many": joined(300)}
     print(json.dumps({"layers": report, "joined": of_joined}))

@@ -14,6 +14,7 @@ from stub_gpu import DEVICE, Launch, stub_gpu
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
+from hf_mxfp4.ops.choice import HAS_FP8_ON_CPU
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
 from mxfp4_kernels.common.packed import output_packed
 from mxfp4_kernels.common.tensors import output_tensor
@@ -249,7 +250,13 @@ def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
     assert "dequantize" not in launches["experts"]
     assert "packed product" in launches["packed"]
     assert "fake_quantize_rows_and_columns" in launches["w4a4g4"]
-    assert all({"to_fp8", "from_fp8"} <= launches[name] for name in ("w4a8", "w4a8g8", "packed, w4a8"))
+    assert all({"to_fp8", "from_fp8"} <= launches[name] for name in ("w4a8", "packed, w4a8"))
+    assert {"to_fp8_rows_and_columns", "from_fp8"} <= launches["w4a8g8"]
+    in_fp8 = [found for name, found in report.items() if name.startswith("w4a8g8 in FP8")]
+    assert len(in_fp8) == 2 * HAS_FP8_ON_CPU
+    for found in in_fp8:
+        assert found["launches"]["to_fp8_rows_and_columns"] >= 2  # of x and of W
+        assert found["launches"]["gradient_to_fp8"] == 1
     assert all("fake_quantize" in launches[name] for name in ("w4a4", "paper_a", "paper_b"))
     few, many = scripts["joined"]["few"], scripts["joined"]["many"]
     assert few == {"equal": True, "products": [{"packed product": 3}, {"packed product": 1}]}

@@ -54,7 +54,7 @@ def test_a_step_takes_about_what_was_estimated(options, checkpointing):
         ({"preset": "w4a16"}, 2 * (6 * 128 + 512)),
         ({"preset": "w4a4"}, 2 * (6 * 128 + 512)),
         ({"preset": "w4a8"}, 6 * (128 + 1) + 512 + 1),  # E4M3, and a byte for the scale of the token
-        ({"preset": "w4a8g8"}, 6 * (128 + 1) + 512 + 1),
+        ({"preset": "w4a8g8"}, 6 * (128 + 4) + 512 + 4),
         ({"preset": "w8a8"}, 6 * (128 + 1) + 512 + 1),
         ({"preset": "w4a8", "fprop": {"x": "mxfp8"}}, (6 * 128 + 512) * 33 / 32),
         ({"mode": "packed", "preset": "w4a8"}, 2 * (128 + 128 + 512)),  # adapters on q, k, v and o, gate and up, down

@@ -100,7 +100,7 @@ def test_the_operator_of_trainable_experts(family, scheme):
     for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
         ends = Groups(counts).offsets("cpu")
         x = torch.randn(sum(counts), 64, requires_grad=True)
-        kept = what_is_saved(state.spec, x.dtype, x.dtype)
+        kept = what_is_saved(state.spec, x.dtype, x.dtype, is_grouped=True)
         options = 64, True, layer.is_transposed, True
         arguments = x, weight, bias, ends, state.layer_id, x.dtype, kept, *options
         opcheck(OPS.quantized_linear.default, arguments)
