@@ -9,6 +9,7 @@ and PEFT's custom modules for LoRA. Not here are the entry in transformers' tabl
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -20,8 +21,9 @@ from transformers import modeling_utils
 from .._logging import get_logger
 from ..checkpoint import is_quantized
 from ..config import MXFP4RLConfig
-from ..ops import cached_weights
+from ..ops import WeightCache, cached_weights
 from ..report import uncounted_weights
+from .continuous_batching import keep_autocast
 
 
 #: An attribute of what was patched: nothing is patched twice.
@@ -69,12 +71,17 @@ def patch_model_class(cls: type) -> None:
 
     * `generate` keeps quantized weights while it runs, as nothing changes them (see [`hf_mxfp4.cached_weights`]).
       A quantizer is not told when generation begins and ends. Upstream: none known.
+    * `generate_batch` does too, and its CUDA graphs read what is kept.
+    * `init_continuous_batching` makes a manager whose thread runs under the autocast of the caller; see
+      [`hf_mxfp4.integrations.continuous_batching`].
     * `num_parameters` counts the weights that packed tensors stand for. transformers knows bitsandbytes' tensors alone
       (huggingface/transformers#26132). Upstream: none known.
     * `load_adapter` refuses an adapter of which a part would be left out, about which transformers only warns.
       Upstream: none known.
     """
     patch_method(cls, "generate", _generate)
+    patch_method(cls, "generate_batch", _generate_batch)
+    patch_method(cls, "init_continuous_batching", _init_continuous_batching)
     patch_method(cls, "num_parameters", _num_parameters)
     patch_method(cls, "load_adapter", _load_adapter)
 
@@ -84,6 +91,23 @@ def _generate(model: nn.Module, original: Callable[..., Any], *args: Any, **kwar
         return original(*args, **kwargs)
     with cached_weights(model):
         return original(*args, **kwargs)
+
+
+def _generate_batch(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Graphs of a persistent manager are replayed when what this call keeps is gone.
+    is_persistent = inspect.signature(original).bind(*args, **kwargs).arguments.get("persistent_manager", False)
+    if not _keeps_weights(model) or is_persistent:
+        return _generate(model, original, *args, **kwargs)
+    cache = WeightCache(model)
+    with cache.open(), cache.serving_graphs():
+        return original(*args, **kwargs)
+
+
+def _init_continuous_batching(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    manager = original(*args, **kwargs)
+    if is_quantized(model):
+        keep_autocast(manager)
+    return manager
 
 
 def _keeps_weights(model: nn.Module) -> bool:

@@ -30,8 +30,8 @@ class WeightCache:
     and by fused optimizers are not.
 
     The memory is kept when the cache is cleared: the next step's values of a weight are written to where those of the
-    last step were. [`release`] gives it back. A CUDA graph that is captured takes nothing from here and leaves nothing:
-    it is replayed when what was kept may be gone, and what it makes is filled only then.
+    last step were. [`release`] gives it back. A CUDA graph that is captured leaves nothing here, since what it makes is
+    filled when it is replayed. It reads what is kept only within [`serving_graphs`], as that may be gone by then.
 
     Args:
         models: whose layers look here. A cache that another one is open for already keeps nothing: the first decides.
@@ -46,6 +46,9 @@ class WeightCache:
         self.form = form
         self._states = [state for model in models for state in gemm_states(model)]
         self._entries: dict[Hashable, _Entry] = {}
+        self._serves_graphs = False
+        #: What graphs read, by key: the weight, what makes the value of it, and the value.
+        self._in_graphs: dict[Hashable, tuple[torch.Tensor, Callable[[Any], Any], Any]] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -62,6 +65,29 @@ class WeightCache:
             for state in opened:
                 state.cache = None
 
+    @contextlib.contextmanager
+    def serving_graphs(self) -> Iterator[None]:
+        """Let CUDA graphs that are captured within this context read what is kept, in place of quantizing weights in
+        each replay. Whoever replays them promises to call [`refresh`] once weights have changed, and not to replay them
+        after [`release`]. What depends on the optimizer step is not served: it is drawn again in each step."""
+        self._serves_graphs = True
+        try:
+            yield
+        finally:
+            self._serves_graphs = False
+
+    def refresh(self) -> bool:
+        """Make again what graphs read and what is stale by now, in its memory. To be called while the cache is open.
+
+        Return whether the graphs may be replayed. They may not where a value has moved: that of a weight in other
+        memory, or one of another kind.
+        """
+        for key, (weight, make, captured) in list(self._in_graphs.items()):
+            if self.get(weight, key, make) is not captured:
+                self._in_graphs.clear()
+                return False
+        return True
+
     def clear(self) -> None:
         """Use nothing that is kept any more. To be called when weights have changed or are about to."""
         for entry in self._entries.values():
@@ -70,13 +96,15 @@ class WeightCache:
     def release(self) -> None:
         """Give back the memory of what is kept, at the end of the work that the cache was made for."""
         self._entries.clear()
+        self._in_graphs.clear()
 
     def find(self, weight: torch.Tensor, key: Hashable, step: int | None = None) -> Any:
         """Return what is kept for this weight, key and step, or `None`."""
         entry = self._entries.get(key)
         if entry is None or entry.version is None or entry.version != _version(weight, step):
             return None
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing() or not entry.is_of(weight):
+        is_served = self._serves_graphs and step is None
+        if _is_captured(weight) and not is_served or not entry.is_of(weight):
             return None
         return entry.value
 
@@ -95,8 +123,10 @@ class WeightCache:
         """
         value = self.find(weight, key, step)
         if value is not None:
+            if _is_captured(weight):
+                self._in_graphs[key] = (weight, make, value)
             return value
-        is_kept = weight.is_leaf and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+        is_kept = weight.is_leaf and not _is_captured(weight)
         entry = self._entries.get(key) if is_kept else None
         stale = entry.value if entry is not None and entry.is_of(weight) else None
         with torch.inference_mode(False), torch.no_grad():  # a backward pass may need later what is kept
@@ -132,6 +162,11 @@ class _Entry:
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether the value was made of this weight, perhaps of other values of it."""
         return self.place == _place(weight) and (self.place[0] is not None or self._owner() is weight)
+
+
+def _is_captured(weight: torch.Tensor) -> bool:
+    """Return whether a product with this weight is being captured in a CUDA graph."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _place(weight: torch.Tensor) -> tuple:

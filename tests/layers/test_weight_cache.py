@@ -179,6 +179,74 @@ def test_a_captured_graph_neither_takes_what_is_kept_nor_leaves_anything(monkeyp
     assert [get("first", True), get("first", False), get("first", False)] == [3, 4, 4]
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """A cache, and `capture(key)`: what a CUDA graph that is captured reads of a weight that counts how often it was
+    made."""
+    cache = WeightCache()
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    made = itertools.count(1)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor is weight))
+
+    def make(out):
+        value = torch.empty(()) if out is None else out
+        return value.fill_(next(made))
+
+    def get(is_capturing, make=make, step=None):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+        value = cache.get(weight, "values", make, step)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        return value
+
+    return cache, get
+
+
+def test_served_graphs_read_what_is_kept_and_is_made_again_in_its_place(graphs):
+    cache, get = graphs
+    with cache.serving_graphs():
+        kept = get(is_capturing=False)
+        assert get(is_capturing=True) is kept
+    cache.clear()  # the optimizer steps
+    assert cache.refresh()
+    assert int(kept) == 2
+    assert get(is_capturing=False) is kept
+    assert int(kept) == 2
+
+
+def test_a_captured_product_quantizes_no_weight_and_reads_that_of_the_next_step(monkeypatch, count):
+    layer = make_layer()
+    cache = WeightCache(layer)
+    capturing = [False]
+    monkeypatch.setattr("hf_mxfp4.ops.cache._is_captured", lambda weight: capturing[0])
+    with cache.open(), cache.serving_graphs(), torch.no_grad():
+        weight_operand(layer.weight, torch.float32, layer.state)
+        count()
+        capturing[0] = True
+        read = weight_operand(layer.weight, torch.float32, layer.state)
+        capturing[0] = False
+        assert count() == 0
+        layer.weight.mul_(-1.5)
+        assert cache.refresh()
+    assert_same(read, quantized(layer.weight))
+
+
+def test_graphs_whose_values_have_moved_must_not_be_replayed(graphs):
+    cache, get = graphs
+    with cache.serving_graphs():
+        get(is_capturing=False)
+        get(is_capturing=True, make=lambda _: torch.zeros(3))  # later of another shape, as of a weight that is replaced
+    cache.clear()
+    assert not cache.refresh()
+    assert cache.refresh()  # nothing is captured any more
+
+
+def test_graphs_are_not_served_what_each_step_draws_again(graphs):
+    cache, get = graphs
+    with cache.serving_graphs():
+        kept = get(is_capturing=False, step=3)
+        assert get(is_capturing=True, step=3) is not kept
+
+
 def test_random_numbers_of_another_step_are_other_weights():
     layer = make_layer(fprop={"weight": "rceil+stochastic"})
     with cached_weights(layer, "packed"), cached_weights(layer, "dense"):
