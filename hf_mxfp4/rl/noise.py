@@ -146,6 +146,7 @@ class NormNoise:
 
     def __init__(self, model: nn.Module, seed: int):
         self.norms = find_norms(model)
+        self._noisy_norms = [_NoisyNorm(module) for module in self.norms.values()]
         self.seed = seed
         self.last_report: NoiseReport | None = None
         if not self.norms:
@@ -168,14 +169,12 @@ class NormNoise:
             yield
             self.last_report = NoiseReport()
             return
-        noisy_norms = []
         with contextlib.ExitStack() as stack:
-            for index, module in enumerate(self.norms.values()):
-                norm = _NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma))
-                noisy_norms.append(norm)
-                stack.enter_context(replaced_method(module, "forward", norm.forward))
+            for index, norm in enumerate(self._noisy_norms):
+                norm.begin(functools.partial(self.noise, index, step=step, sigma=sigma))
+                stack.enter_context(replaced_method(norm.module, "forward", norm.forward))
             yield
-        ran = [norm for norm in noisy_norms if norm.noise is not None]
+        ran = [norm for norm in self._noisy_norms if norm.has_noise]
         if not ran:
             raise RuntimeError(
                 f"adaptive quantization noise (sigma={sigma:g}) reached none of {len(self.norms)} norms: "
@@ -196,15 +195,31 @@ class NormNoise:
 
 
 class _NoisyNorm:
-    """One norm in one rollout: ``noise``, drawn in its first forward pass, and the ``energy`` of what it changes."""
+    """One norm, in one rollout after another.
 
-    def __init__(self, module: nn.Module, draw: Callable[[torch.Tensor], torch.Tensor]):
+    Attributes:
+        noise: of the last rollout in which the norm had some. A CUDA graph that was captured with it reads it in each
+            replay, so that later noise is written to the same memory.
+        energy: of what it changes.
+        has_noise: whether the norm has noise in this rollout: since its first forward pass, or from the beginning where
+            a graph was captured, which calls no forward function.
+    """
+
+    def __init__(self, module: nn.Module):
         self.module = module
-        self._clean_forward = module.forward
-        self._draw = draw
         self.noise: torch.Tensor | None = None
         self.energy = 0.0
+        self.has_noise = False
+        self._is_in_graph = False
         self._dtypes: dict[tuple, torch.dtype] = {}
+
+    def begin(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Begin a rollout with noise that ``draw`` draws for the norm's weight."""
+        self._clean_forward = self.module.forward
+        self._draw = draw
+        self.has_noise = False
+        if self._is_in_graph:
+            self._add_noise(self.module.weight.detach().float())
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the noisy output, in the dtype of the clean forward pass, which runs once to find that out."""
@@ -223,16 +238,27 @@ class _NoisyNorm:
 
     def _noisy(self, weight: torch.Tensor) -> torch.Tensor:
         clean = weight.detach().float()
-        if self.noise is None:
-            if clean.numel() == 0:
-                raise RuntimeError(
-                    "a norm's weight is sharded away while the policy generates; with DeepSpeed ZeRO-3 set "
-                    "ds3_gather_for_generation=True"
-                )
-            self.noise = self._draw(clean)
-            deviation = (clean + self.noise) - clean
-            self.energy = float(deviation.to(widest_float(deviation.device)).square().sum())
+        if not self.has_noise:
+            self._add_noise(clean)
+        if clean.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._is_in_graph = True
         return clean + self.noise
+
+    def _add_noise(self, clean: torch.Tensor) -> None:
+        """Draw the noise of a rollout for the weight, which it is measured on."""
+        if clean.numel() == 0:
+            raise RuntimeError(
+                "a norm's weight is sharded away while the policy generates; with DeepSpeed ZeRO-3 set "
+                "ds3_gather_for_generation=True"
+            )
+        noise = self._draw(clean)
+        if self._is_in_graph:
+            self.noise.copy_(noise)
+        else:
+            self.noise = noise
+        deviation = (clean + noise) - clean
+        self.energy = float(deviation.to(widest_float(deviation.device)).square().sum())
+        self.has_noise = True
 
 
 def _float(value: Any) -> Any:
