@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset, Value
 from peft import PeftModel
 from torch import nn
+from transformers.generation import ContinuousBatchingManager
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl import GRPOConfig
 
@@ -109,14 +110,11 @@ class MXFP4GRPOConfig(GRPOConfig):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         self._check_weight_copies()
-        if self.use_transformers_continuous_batching:
-            raise ValueError(
-                "use_transformers_continuous_batching=True is not supported for quantized policies: use_vllm=True "
-                "makes rollouts fast"
-            )
         if self.router_replay and self.use_vllm:
             self._check_replayed_rollouts()
         super().__post_init__()
+        if self.use_transformers_continuous_batching:
+            self._check_continuous_batching()
 
     @property
     def noise_schedule(self) -> NoiseSchedule:
@@ -133,6 +131,30 @@ class MXFP4GRPOConfig(GRPOConfig):
             raise ValueError(
                 f"vllm_weights={self.vllm_weights!r} has no effect without use_vllm=True and vllm_mode='colocate'; a "
                 "server is told when it is started (docs/vllm.md)"
+            )
+
+    def _check_continuous_batching(self) -> None:
+        """Raise `ValueError` for options that transformers' continuous batching leaves out; `ImportError` where it
+        lacks what rollouts need."""
+        if not hasattr(ContinuousBatchingManager, "pause"):
+            raise ImportError(
+                "use_transformers_continuous_batching=True needs transformers 5.24 or later: upgrade it, or set False"
+            )
+        if self.use_vllm:
+            raise ValueError(
+                "use_transformers_continuous_batching=True has no effect with use_vllm=True, which samples: set one of "
+                "them alone"
+            )
+        if self.router_replay:
+            raise ValueError(
+                "router_replay=True records the experts of each sequence, and continuous batching runs tokens of many "
+                "sequences as one: set use_transformers_continuous_batching=False, or use_vllm=True and "
+                "vllm_mode='colocate'"
+            )
+        if (self.transformers_continuous_batching_config or {}).get("seed") is not None:
+            raise ValueError(
+                "seed in transformers_continuous_batching_config has no effect: rollouts draw from the random state of "
+                "training, so that a resumed run repeats them; set seed of MXFP4GRPOConfig"
             )
 
     def _check_replayed_rollouts(self) -> None:

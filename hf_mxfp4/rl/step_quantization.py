@@ -46,7 +46,7 @@ class StepQuantization:
         self._is_counted = any(isinstance(module, TRAINABLE) for module in model.modules())
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
-        self._is_training = False
+        self.is_training = False
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         is_zero3 = plugin is not None and plugin.zero_stage == 3
         self.is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
@@ -64,11 +64,11 @@ class StepQuantization:
     def training(self) -> Iterator[None]:
         """Around a whole training, before which weights may have been written, and which may be cut short."""
         self.end()
-        self._is_training = True
+        self.is_training = True
         try:
             yield
         finally:
-            self._is_training = False
+            self.is_training = False
             self._release()
 
     @contextlib.contextmanager
@@ -98,8 +98,19 @@ class StepQuantization:
                 yield
         finally:
             self.end()
-            if not self._is_training:
+            if not self.is_training:
                 self._release()
+
+    @contextlib.contextmanager
+    def serving_graphs(self) -> Iterator[None]:
+        """Within this context CUDA graphs that are captured read the policy's weights that are kept. Before they are
+        replayed in a later rollout, [`refresh_graphs`] is called."""
+        with self._policy.serving_graphs():
+            yield
+
+    def refresh_graphs(self) -> bool:
+        """See [`WeightCache.refresh`], for the policy."""
+        return self._policy.refresh()
 
     def end(self) -> None:
         """Use nothing that is kept, and forget what was counted: the weights are about to change, or may have changed.

@@ -7,7 +7,7 @@ One training step, in order, and what of this package has a part in it:
    ([`QuantizationStepCallback`]). From here to its last backward pass `quantization` keeps quantized weights.
 2. Completions are sampled (`_generate`), with `noise` on norms (or on what `vllm_policy` pushes), while `routing`
    records the experts. Around a single `generate` (`_generate_single_turn`) the log-probability of every token is
-   recorded ([`recorded_log_probs`]).
+   recorded ([`recorded_log_probs`]); `batched_rollouts` does both under continuous batching.
 3. Completions are scored: reward functions are guarded.
 4. The batch is made (`_generate_and_score_completions`): `routing` adds the experts to it.
 5. The loss is computed (`compute_loss`): `routing` has the routers choose as they did, `activation_callback` measures
@@ -37,6 +37,7 @@ from ..checkpoint import decoration
 from ..files import replace_file
 from ..layers import cached_weights
 from ..utils import evaluation_mode
+from .batched_rollouts import BatchedRollouts
 from .callbacks import MEASUREMENTS, ActivationErrorCallback, ErrorCallback, StepMovementCallback
 from .callbacks.entropy import EntropyCallback
 from .callbacks.logs import shorten_printed_logs
@@ -70,7 +71,8 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
 
     Attributes:
         n_quantized: weight matrices of the policy that are in MXFP4.
-        noise, routing, vllm_policy: noise on norms, replay of experts, and weights for vLLM; `None` where switched off.
+        noise, routing, vllm_policy, batched_rollouts: noise on norms, replay of experts, weights for vLLM, and
+            continuous batching; `None` where switched off.
         entropy_callback: alarms.
         error_callback, activation_callback, movement_callback: measurements; `None` where switched off.
 
@@ -143,6 +145,12 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             is_scored_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
             self.routing = RouterReplay(self.model, self.accelerator, self._record, llm, is_scored_by_trl)
         self._in_step = contextlib.ExitStack()
+        self.batched_rollouts: BatchedRollouts | None = None
+        if self.use_transformers_continuous_batching:
+            self._check_batched_rollouts()
+            self.batched_rollouts = BatchedRollouts(
+                self.model, self.generation_config, self.continuous_batching_config, self.quantization.refresh_graphs
+            )
         self.vllm_policy: VLLMPolicy | None = None
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
@@ -162,6 +170,15 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
                 "weights (FSDP, ZeRO-3) can only generate together: use DDP, ZeRO-2 or use_vllm=True"
             )
 
+    def _check_batched_rollouts(self) -> None:
+        """Raise `ValueError` where processes must generate in step, which continuous batching does not."""
+        if self.quantization.is_sharded:
+            raise ValueError(
+                "with use_transformers_continuous_batching=True each process takes as many passes as its own "
+                "completions need, and processes that shard weights (FSDP, ZeRO-3) can only generate together: use "
+                "DDP, ZeRO-2 or use_vllm=True"
+            )
+
     def _add_callbacks(self, args: MXFP4GRPOConfig) -> None:
         """Add what measures, and what watches a run."""
         for attribute, measurement in MEASUREMENTS.items():
@@ -177,6 +194,24 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         shorten_printed_logs(self.callback_handler.callbacks)
 
     # ---- training -------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._close_batched_rollouts()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        try:
+            return super().evaluate(*args, **kwargs)
+        finally:
+            if not self.quantization.is_training:
+                self._close_batched_rollouts()
+
+    def _close_batched_rollouts(self) -> None:
+        """Give back the memory of continuous batching, whose graphs read quantized weights that are given back too."""
+        if self.batched_rollouts is not None:
+            self.batched_rollouts.close()
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Gradient checkpointing runs forward passes in the backward pass: what they depend on must last until then.
@@ -256,12 +291,23 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         if self.use_vllm:
             # Weights that are merged for it are to be summed in their own dtype.
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if self.batched_rollouts is not None:
+            return self._generate_batched(prompt_ids)
         # accelerate puts autocast on the forward pass of what TRL trains, which for adapters `generate` goes past; and
         # in training mode dropout would draw another policy for each token.
         with recorded_log_probs(self.model) as recorder, evaluation_mode(self.model), self.accelerator.autocast():
             completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if self.model.training:
             log_probs = recorder.rows(completions)
+        return completions, log_probs
+
+    def _generate_batched(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Sample completions by continuous batching, without TRL's cast of the policy, as `_generate_single_turn`."""
+        is_noisy = self._sigma() > 0
+        with evaluation_mode(self.model), self.accelerator.autocast(), self.quantization.serving_graphs():
+            completions, log_probs = self.batched_rollouts.generate(prompt_ids, is_noisy)
+        if not self.model.training:
+            return completions, None
         return completions, log_probs
 
     def _push_rollout_policy_to_vllm(self) -> None:

@@ -11,6 +11,7 @@ from trl import GRPOConfig, TrlParser
 from hf_mxfp4 import MXFP4GRPOConfig
 
 
+BATCHED = {"use_transformers_continuous_batching": True}
 #: Options, and what the error says; of most, the name of the first.
 REFUSED = [
     ({"error_every": -1}, "error_every"),
@@ -28,7 +29,9 @@ REFUSED = [
     ({"vllm_weights": "dense", "use_vllm": True, "vllm_mode": "server"}, "a server is told when it is started"),
     ({"router_replay": True, "use_vllm": True, "vllm_mode": "server"}, "TRL drops them from what a server answers"),
     ({"router_replay": True, "use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=1"),
-    ({"use_transformers_continuous_batching": True}, "not supported for quantized policies"),
+    ({**BATCHED, "use_vllm": True}, "no effect with use_vllm=True"),
+    ({**BATCHED, "router_replay": True}, "tokens of many sequences as one"),
+    ({**BATCHED, "transformers_continuous_batching_config": {"seed": 1}}, "set seed of MXFP4GRPOConfig"),
     # Their correction.
     ({"rollout_correction_cap": 0.0}, "rollout_correction_cap"),
     ({"rollout_correction": "tokens"}, "choose one of token_truncate"),
