@@ -2,14 +2,17 @@
 """`model.generate_batch()`, transformers' continuous batching, on quantized models."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from grpo_runs import with_adapters
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.integrations.continuous_batching import prepare_manager
 from hf_mxfp4.ops import WeightCache, gemm_states
 
 
@@ -18,9 +21,9 @@ SAMPLING = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, 
 LINEARS = 14
 
 
-def load(checkpoint, **options):
+def load(checkpoint, family="qwen2", **options):
     config = MXFP4RLConfig(**options)
-    return AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=config).eval()
+    return AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config).eval()
 
 
 def batched(model, **options):
@@ -35,12 +38,23 @@ def one_by_one(model):
     return [row[len(prompt) :].tolist() for row, prompt in zip(tokens, PROMPTS, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["trainable", "packed", "adapters"])
+@pytest.mark.parametrize("kind", ["trainable", "packed", "adapters", "experts"])
 def test_tokens_are_those_of_generate(kind, checkpoint):
-    model = load(checkpoint) if kind == "trainable" else load(checkpoint, mode="packed")
+    mode = "qat" if kind == "trainable" else "packed"
+    family = "qwen3_moe" if kind == "experts" else "qwen2"
+    model = load(checkpoint, family, mode=mode)
     if kind == "adapters":
         model = with_adapters(model)
     assert [output.generated_tokens for output in batched(model)] == one_by_one(model)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("qwen2", (True, True)), ("qwen3_moe", (False, False))])
+def test_experts_are_kept_out_of_graphs(family, expected, checkpoint):
+    """Their products may wait for the device, which a CUDA graph that is captured cannot."""
+    model = load(checkpoint, family)
+    manager = SimpleNamespace(model=model, continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=True))
+    prepare_manager(manager)
+    assert manager.continuous_batching_config.cuda_graph_booleans == expected
 
 
 def test_each_weight_is_quantized_once_per_call(checkpoint, count):
@@ -89,6 +103,32 @@ def test_the_thread_computes_under_the_autocast_of_the_caller(checkpoint):
     assert seen_in_thread == {(False, torch.bfloat16)}
     expected = scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
     torch.testing.assert_close(torch.tensor(outputs[2].logprobs), expected, rtol=0, atol=0.05)
+
+
+class Product(nn.Linear):
+    """A model that is called as the manager calls one."""
+
+    device = torch.device("cpu")
+
+    def forward(self, cache):
+        return super().forward(torch.ones(1, 2))
+
+
+def test_casts_that_autocast_has_kept_are_not_read():
+    """A CUDA graph would go on reading them when the weights have changed."""
+    model = Product(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    cache = SimpleNamespace(update=None)
+    with torch.autocast("cpu", torch.bfloat16):
+        manager = SimpleNamespace(model=model, continuous_batching_config=ContinuousBatchingConfig())
+        prepare_manager(manager)
+        assert model(cache).item() == 2.0
+        with torch.no_grad():
+            model.weight.mul_(3.0)
+        assert manager.model(cache=cache).item() == 6.0
+        with torch.no_grad():
+            model.weight.mul_(3.0)
+        assert model(cache).item() == 18.0
 
 
 def test_a_persistent_manager_is_found_again_under_autocast(checkpoint):

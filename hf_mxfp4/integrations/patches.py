@@ -23,7 +23,7 @@ from ..checkpoint import is_quantized
 from ..config import MXFP4RLConfig
 from ..ops import WeightCache, cached_weights
 from ..report import uncounted_weights
-from .continuous_batching import keep_autocast
+from .continuous_batching import prepare_manager
 
 
 #: An attribute of what was patched: nothing is patched twice.
@@ -72,8 +72,8 @@ def patch_model_class(cls: type) -> None:
     * `generate` keeps quantized weights while it runs, as nothing changes them (see [`hf_mxfp4.cached_weights`]).
       A quantizer is not told when generation begins and ends. Upstream: none known.
     * `generate_batch` does too, and its CUDA graphs read what is kept.
-    * `init_continuous_batching` makes a manager whose thread runs under the autocast of the caller; see
-      [`hf_mxfp4.integrations.continuous_batching`].
+    * `init_continuous_batching` makes a manager whose thread runs under the autocast of the caller, without graphs
+      where these are not possible; see [`hf_mxfp4.integrations.continuous_batching`].
     * `num_parameters` counts the weights that packed tensors stand for. transformers knows bitsandbytes' tensors alone
       (huggingface/transformers#26132). Upstream: none known.
     * `load_adapter` refuses an adapter of which a part would be left out, about which transformers only warns.
@@ -106,7 +106,7 @@ def _generate_batch(model: nn.Module, original: Callable[..., Any], *args: Any, 
 def _init_continuous_batching(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     manager = original(*args, **kwargs)
     if is_quantized(model):
-        keep_autocast(manager)
+        prepare_manager(manager)
     return manager
 
 

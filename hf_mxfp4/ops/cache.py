@@ -104,7 +104,7 @@ class WeightCache:
         if entry is None or entry.version is None or entry.version != _version(weight, step):
             return None
         is_served = self._serves_graphs and step is None
-        if _is_captured(weight) and not is_served or not entry.is_of(weight):
+        if is_captured(weight) and not is_served or not entry.is_of(weight):
             return None
         return entry.value
 
@@ -123,10 +123,10 @@ class WeightCache:
         """
         value = self.find(weight, key, step)
         if value is not None:
-            if _is_captured(weight):
+            if is_captured(weight):
                 self._in_graphs[key] = (weight, make, value)
             return value
-        is_kept = weight.is_leaf and not _is_captured(weight)
+        is_kept = weight.is_leaf and not is_captured(weight)
         entry = self._entries.get(key) if is_kept else None
         stale = entry.value if entry is not None and entry.is_of(weight) else None
         with torch.inference_mode(False), torch.no_grad():  # a backward pass may need later what is kept
@@ -164,9 +164,9 @@ class _Entry:
         return self.place == _place(weight) and (self.place[0] is not None or self._owner() is weight)
 
 
-def _is_captured(weight: torch.Tensor) -> bool:
-    """Return whether a product with this weight is being captured in a CUDA graph."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Return whether what is computed with this tensor is being captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _place(weight: torch.Tensor) -> tuple:

@@ -16,7 +16,7 @@ from transformers.generation import ContinuousBatchingConfig, ContinuousBatching
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from .._logging import get_logger
-from ..integrations.continuous_batching import keep_autocast
+from ..integrations.continuous_batching import prepare_manager
 from .exit_checkpoint import keep_random_states
 
 
@@ -150,7 +150,7 @@ class BatchedRollouts:
         cache does not fit."""
         hints = WorkloadHints(_longest(prompts), self._generation_config.max_new_tokens, len(prompts))
         manager = self._model.init_continuous_batching(self._generation_config, config, hints)
-        keep_autocast(manager)
+        prepare_manager(manager)
         manager.warmup()
         return manager
 

@@ -20,7 +20,7 @@ from torch import nn
 from ..model.layer_names import name_matches
 from ..model.routers import present_routers
 from ..model.structure import text_part
-from ..ops import widest_float
+from ..ops import is_captured, widest_float
 from ..utils import replaced_method
 
 
@@ -240,7 +240,7 @@ class _NoisyNorm:
         clean = weight.detach().float()
         if not self.has_noise:
             self._add_noise(clean)
-        if clean.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(weight):
             self._is_in_graph = True
         return clean + self.noise
 

@@ -217,7 +217,7 @@ def test_a_captured_product_quantizes_no_weight_and_reads_that_of_the_next_step(
     layer = make_layer()
     cache = WeightCache(layer)
     capturing = [False]
-    monkeypatch.setattr("hf_mxfp4.ops.cache._is_captured", lambda weight: capturing[0])
+    monkeypatch.setattr("hf_mxfp4.ops.cache.is_captured", lambda weight: capturing[0])
     with cache.open(), cache.serving_graphs(), torch.no_grad():
         weight_operand(layer.weight, torch.float32, layer.state)
         count()

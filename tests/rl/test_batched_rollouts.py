@@ -7,6 +7,7 @@ import pytest
 import torch
 from grpo_runs import NOISY, SAMPLED, everything, log_probs, logged, prompts, rollout
 from peft import LoraConfig
+from recorded_graphs import RecordedGraph, record_graphs
 from transformers import TopKLogitsWarper
 from transformers.generation import ContinuousBatchingManager
 
@@ -183,16 +184,76 @@ def test_sharded_weights_are_refused(build):
         trainer._check_batched_rollouts()
 
 
-def test_graphs_are_captured_anew_when_noise_sets_in_and_when_weights_have_moved(sample, managers):
-    trainer, _ = sample()
-    rollouts = trainer.batched_rollouts
-    rows = [[5, 6, 7]]
-    rollouts._manager.continuous_batching_config.use_cuda_graph = (True, True)
-    rollouts.generate(rows, is_noisy=True)
+GRAPHS = {"page_size": 4, "use_cuda_graph": True, "use_async_batching": False}
+
+
+@pytest.fixture
+def captured(build, monkeypatch):
+    """A trainer whose rollouts replay graphs, which are recorded operators here."""
+    trainers = []
+
+    def make(**options):
+        record_graphs(monkeypatch)
+        options = {
+            "scheme": EXACT,
+            "step_weights": "dense",
+            "learning_rate": 0.03,
+            "max_completion_length": 8,
+            **options,
+        }
+        trainer = build(**BATCHED | {"transformers_continuous_batching_config": GRAPHS}, **options)
+        trainer.model.set_attn_implementation("eager")
+        trainers.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in trainers:
+        trainer.batched_rollouts.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "rounding"),
+    [({}, 1e-4), ({"bf16": True}, 0.05), ({"peft_config": LORA}, 1e-4)],
+    ids=["float32", "autocast", "adapters"],
+)
+def test_graphs_read_the_weights_of_each_step(options, rounding, captured, managers):
+    trainer = captured(aqn=False, **options)
+    trainer.train()
+    assert RecordedGraph.replays > 8
+    assert len(managers) == 1
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max").values()) < rounding
+
+
+def test_graphs_quantize_no_weight(captured):
+    trainer = captured(aqn=False, max_steps=2)
+    trainer.train()
+    assert logged(trainer, "quantization/weights_per_step") == {1: 14, 2: 14}
+
+
+def test_graphs_read_the_noise_of_each_rollout(captured, managers):
+    trainer = captured(**NOISY)
+    for step in (1, 2):
+        with trainer.quantization.micro_batch(step):
+            batch = rollout(trainer, step)
+            with trainer.noise.active(step, 0.3):
+                assert_recorded(trainer, batch, log_probs(trainer, batch))
+    assert RecordedGraph.replays > 8
+    assert len(managers) == 1
+
+
+def test_graphs_are_captured_again_when_noise_sets_in(captured, managers):
+    trainer = captured(aqn_num_stages=2, aqn_sigma_start=0.3, aqn_sigma_end=0.3)
+    trainer.train()
     assert len(managers) == 2
-    rollouts.generate(rows, is_noisy=True)
+    assert logged(trainer, "aqn/n_modules") == {1: 0, 2: 0, 3: 5, 4: 5}
+
+
+def test_graphs_are_captured_again_when_weights_have_moved(captured, managers):
+    trainer = captured(aqn=False)
+    for step in (1, 2):
+        with trainer.quantization.micro_batch(step):
+            batch = rollout(trainer, step)
+            assert_recorded(trainer, batch)
+        projection = trainer.model.model.layers[0].mlp.down_proj
+        projection.weight.data = 2 * projection.weight.data
     assert len(managers) == 2
-    rollouts._manager.continuous_batching_config.use_cuda_graph = (True, True)
-    rollouts._refresh = lambda: False
-    rollouts.generate(rows, is_noisy=True)
-    assert len(managers) == 3
