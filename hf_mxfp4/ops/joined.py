@@ -91,7 +91,7 @@ class JoinedRows:
         else:
             # The input is the one that the plan of the first layer took.
             out = product.take(x, self.start)
-            if state.spec is not self.plan.spec or self.plan.has_autocast and torch.is_autocast_enabled(x.device.type):
+            if state.spec is not self.plan.spec or self.plan.is_cast():
                 return None
         if out is None:
             return None

@@ -129,13 +129,13 @@ class PackedPlan:
         return way.multiply(codes, to_fp4(self.tensor(packed), recipe), recipe, bias, self.dtype)
 
     def takes(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, state: GemmState) -> bool:
-        """Return whether a layer may call this plan at once: without a gradient, outside of autocast, without values in
-        the cache that is open, and with a spec, an input and tensors that the plan was made for."""
+        """Return whether a layer may call this plan at once: without a gradient, in the dtype of autocast if that is on,
+        without values in the cache that is open, and with a spec, an input and tensors that the plan was made for."""
         if state.spec is not self.spec or state.cache is not None and self.uses_values_of(state.cache):
             return False
         if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):
             return False
-        if self.has_autocast and torch.is_autocast_enabled(self.device.type):
+        if self.is_cast():
             return False
         if type(x) is not torch.Tensor or x.dtype is not self.dtype or x.device != self.device:
             return False
@@ -158,6 +158,13 @@ class PackedPlan:
         if bias.dtype is not self.dtype or bias.device != self.device:
             return False
         return bias.shape == self.bias_shape and bias.is_contiguous()
+
+    def is_cast(self) -> bool:
+        """Return whether autocast is on with another dtype than that of the plan."""
+        device = self.device.type
+        if not self.has_autocast or not torch.is_autocast_enabled(device):
+            return False
+        return torch.get_autocast_dtype(device) is not self.dtype
 
     def uses_values_of(self, cache: WeightCache) -> bool:
         """Return whether products use dequantized values that a cache keeps."""

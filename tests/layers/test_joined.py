@@ -339,6 +339,28 @@ def test_threads_multiply_their_own_inputs():
     assert joined_layers(attention) == [["q", "k", "v"]]
 
 
+@torch.no_grad()
+def test_layers_are_joined_under_an_autocast_that_casts_nothing(products):
+    attention = Attention(dtype=torch.bfloat16)
+    x = inputs(dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = attention(x)
+        products.clear()
+        out = attention(x.clone())
+    assert products == [128]
+    assert torch.equal(out, expected)
+
+
+@torch.no_grad()
+def test_layers_compute_alone_under_an_autocast_that_casts(products):
+    attention = joined()
+    products.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(inputs(seed=2))
+    assert products == [64, 32, 32]
+    assert out.dtype == torch.bfloat16
+
+
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
