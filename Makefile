@@ -87,7 +87,7 @@ test-cases: $(VENV)/dev
 		else echo "FAILED  $$script"; tail -n 20 "$(VENV)/case.log"; failed=1; fi; done; exit $$failed
 
 bench-gpu: $(VENV)/bench
-	$(BIN)/python -m benchmarks.gpu --out outputs/gpu $(ARGS)
+	$(BIN)/python -m benchmarks.gpu.timed --out outputs/gpu/$$(date +%Y%m%dT%H%M%S) $(ARGS)
 
 lint: $(TOOLS_VENV)/ready
 	@if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then $(TOOLS)/pre-commit run --all-files; \

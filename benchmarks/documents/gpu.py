@@ -9,19 +9,20 @@ from ..records import RESULTS, table
 
 
 def gpu(folder: Path = RESULTS) -> str:
-    """Return a table for each section of `benchmarks.gpu`, grouped by hardware, command and date.
+    """Return a table for each section of records, grouped by hardware, commit and date.
 
-    Estimates of a model are left out. Raises `ValueError` for records of interpreted or tiny runs.
+    A section is what names of records begin with. The command that a record names exists at its commit. Estimates of a
+    model are left out. Raises `ValueError` for records of interpreted or tiny runs.
     """
     places: dict[str, dict[str, list[dict]]] = {}
     for path in sorted(folder.glob("gpu_*.json")):
-        section = path.stem.removeprefix("gpu_")
         for record in json.loads(path.read_text()):
             if record.get("kind") == "modelled":
                 continue
             if record["tiny"] or record["hardware"] == INTERPRETER:
                 raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
-            place = f"On {record['hardware']}; `{record['command']}`, {record['date']}:\n"
+            place = f"On {record['hardware']}; commit {record['commit']}, {record['date']}:\n"
+            section, _ = record["name"].split(" / ", 1)
             places.setdefault(place, {}).setdefault(section, []).append(record)
     parts = []
     for place, sections in places.items():

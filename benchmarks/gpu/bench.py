@@ -1,33 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of the GPU benchmark: checked, timed beside what they are compared with, and recorded, whatever happens."""
+"""Cases of the GPU benchmark: checked, timed in turns with what they are compared with, and recorded, whatever
+happens."""
 
 import gc
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from ..records import made, write
+from ..records import median_ratio, recorded, write
+from .timed import RECORDS
 
 
 Call = Callable[[], Any]
+#: Returns seconds.
+Sample = Callable[[], float]
 
 #: What records of interpreted runs have in place of a GPU. The documents refuse them.
 INTERPRETER = "CPU, Triton interpreter"
 NO_GPU = (
-    "no GPU that torch can use. Without one, `TRITON_INTERPRET=1 python -m benchmarks.gpu --tiny --out DIR` checks on "
-    "tiny shapes that every section works (its times mean nothing)."
+    "no GPU that torch can use. Without one, `TRITON_INTERPRET=1 python -m benchmarks.gpu.timed --tiny --out DIR` "
+    "checks on tiny shapes that every item works (its times mean nothing)."
 )
 NOT_TINY = (
     "TRITON_INTERPRET=1 runs kernels in Triton's interpreter, thousands of times slower: add --tiny, or unset it."
 )
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "hf-mxfp4", "bitsandbytes", "torchao")
+#: Samples of each contender. A sample on a GPU is the median of calls within some milliseconds.
+ROUNDS = 5
+#: Milliseconds of calls before a sample, and of its own.
+WARMUP = 3
+REPEAT = 15
+#: Calls of a sample of the host's time.
+HOST_CALLS = 1000
+#: Calls in a CUDA graph.
+IN_GRAPH = 10
+#: Kernels of a table, the longest first.
+KERNELS = 20
 
 
 class WrongResult(AssertionError):
@@ -43,12 +61,18 @@ class Case:
     """One measurement.
 
     Attributes:
-        section, what, shape: name the record.
+        section: with ``what`` and ``shape`` the name of the record.
+        what: see ``section``.
+        shape: see ``section``.
         build: makes tensors on a device, the same ones for each backend, and returns the call that is measured.
-        n_bytes, flops: what the call cannot do without: bytes to move through device memory, operations by the kind of
-            tensor core (``bf16`` or ``fp8``).
+        n_bytes: bytes that the call has to move through device memory.
+        flops: operations that the call cannot do without, by the kind of tensor core (``bf16`` or ``fp8``).
         peers: by name, what builds the call of another library; the first one is the baseline.
         tolerance: of the relative error to the eager backend; 0 asks for the same bits.
+        timing: ``gpu`` for the time on the GPU, with launches; ``graph`` for calls so short that a GPU would wait for
+            the host, in CUDA graphs; ``host`` for the time until a call returns; ``once`` for that of single calls.
+        expected_on_cpu: compare with the eager backend on the CPU, which no kernel of a GPU can mislead.
+        kernels: whether the record has a table of kernels.
     """
 
     section: str
@@ -59,11 +83,9 @@ class Case:
     flops: Mapping[str, float] = field(default_factory=dict)
     peers: Mapping[str, Callable[[torch.device], Call]] = field(default_factory=dict)
     tolerance: float = 0.0
-
-    @property
-    def graphs(self) -> bool:
-        """Whether it is timed in CUDA graphs, as calls are that are so short that a GPU would wait for the host."""
-        return self.section in ("quantize", "to_e4m3", "decode")
+    timing: str = "gpu"
+    expected_on_cpu: bool = False
+    kernels: bool = False
 
     @property
     def name(self) -> str:
@@ -99,48 +121,122 @@ def hardware(device: torch.device) -> str:
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {runtime}"
 
 
-def seconds_of(call: Call, device: torch.device) -> float:
-    """Return the median time of a call: by CUDA events with an empty L2 cache; on the CPU once, by the clock."""
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device."""
     if device.type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(call, warmup=50, rep=200, return_mode="median") / 1e3
-    return host_seconds(call, 1)
+        torch.cuda.synchronize(device)
 
 
-def gpu_seconds(call: Call, device: torch.device, count: int = 10) -> float:
-    """Return the time that a call keeps a GPU busy: replayed from a CUDA graph, so without what the host takes to
-    launch it, with an empty L2 cache."""
-    if device.type != "cuda":
-        return seconds_of(call, device)
-    call()  # compiles
-    # Larger than any L2 cache: writing it leaves nothing else there.
-    cache = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-
-    def call_after_flush() -> None:
-        cache.zero_()
+def wall_seconds(call: Call, device: torch.device, count: int = 1) -> float:
+    """Return the mean time of so many calls, until the device has done their work."""
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(count):
         call()
-
-    with_call = _replayed_seconds(call_after_flush, device, count)
-    flush_alone = _replayed_seconds(cache.zero_, device, count)
-    return with_call - flush_alone
+    synchronize(device)
+    return (time.perf_counter() - started) / count
 
 
-def _replayed_seconds(call: Call, device: torch.device, count: int) -> float:
-    """Return the time of a call in a CUDA graph of ``count`` of them."""
+def host_seconds(call: Call, device: torch.device, count: int = 1) -> float:
+    """Return the mean time that so many calls keep the host busy."""
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    taken = time.perf_counter() - started
+    synchronize(device)
+    return taken / count
+
+
+def gpu_seconds(call: Call, device: torch.device, count: int = 1) -> float:
+    """Return the median time of a call: by CUDA events with an empty L2 cache; on the CPU by the clock."""
+    if device.type != "cuda":
+        return wall_seconds(call, device, count)
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=WARMUP, rep=REPEAT, return_mode="median") / 1e3
+
+
+def graph_of(call: Call, device: torch.device, count: int) -> Call:
+    """Return what replays so many calls from a CUDA graph."""
+    # Outside of the graph: compiles kernels, and makes what calls keep.
+    call()
+    synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
             call()
-    return seconds_of(graph.replay, device) / count
+    return graph.replay
 
 
-def host_seconds(call: Call, count: int) -> float:
-    """Return the mean time that so many calls keep the host busy."""
-    started = time.perf_counter()
-    for _ in range(count):
+def graph_samples(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Take samples of the time that calls keep a GPU busy: replayed from CUDA graphs, so without what the host takes to
+    launch them, with an empty L2 cache."""
+    # Larger than any L2 cache: writing it leaves nothing else there.
+    cache = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+
+    def after_flush(call: Call) -> Call:
+        def both() -> None:
+            cache.zero_()
+            call()
+
+        return both
+
+    flush = ""
+    graphs = {name: graph_of(after_flush(call), device, IN_GRAPH) for name, call in calls.items()}
+    graphs[flush] = graph_of(cache.zero_, device, IN_GRAPH)
+    taken = interleaved({name: partial(gpu_seconds, graph, device) for name, graph in graphs.items()}, rounds)
+    flush_seconds = statistics.median(taken.pop(flush))
+    return {name: [(seconds - flush_seconds) / IN_GRAPH for seconds in found] for name, found in taken.items()}
+
+
+def interleaved(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:
+    """Take samples in turns, so that what changes over time meets all contenders."""
+    taken: dict[str, list[float]] = {name: [] for name in samples}
+    for _ in range(rounds):
+        for name, sample in samples.items():
+            taken[name].append(sample())
+    return taken
+
+
+#: What takes a sample of the time of a call, by the name of the timing; ``graph`` is that of `graph_samples` on a GPU.
+SAMPLES = {"gpu": gpu_seconds, "graph": wall_seconds, "host": host_seconds, "once": wall_seconds}
+
+
+def kernels_of(call: Call, device: torch.device) -> dict[str, tuple[int, float]]:
+    """Return number and seconds of the launches of each kernel in a call; on the CPU of PyTorch's operators.
+
+    The call must have run before: what it compiles would count.
+    """
+    activity, kind = ProfilerActivity.CPU, DeviceType.CPU
+    if device.type == "cuda":
+        activity, kind = ProfilerActivity.CUDA, DeviceType.CUDA
+    synchronize(device)
+    with profile(activities=[activity]) as found:
         call()
-    return (time.perf_counter() - started) / count
+        synchronize(device)
+    kernels = {}
+    for event in found.key_averages():
+        if event.device_type == kind:
+            microseconds = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+            kernels[event.key] = (event.count, microseconds / 1e6)
+    return kernels
+
+
+def kernel_table(kernels: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    """Return launches and seconds of all kernels, and those of the longest by name, for a record."""
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:KERNELS]
+    return {
+        "launches": sum(count for count, _ in kernels.values()),
+        "gpu_seconds": sum(seconds for _, seconds in kernels.values()),
+        "kernels": [{"name": name, "launches": count, "seconds": seconds} for name, (count, seconds) in longest],
+    }
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def expect_close(what: str, found: Any, expected: Any, tolerance: float) -> None:
@@ -151,7 +247,8 @@ def expect_close(what: str, found: Any, expected: Any, tolerance: float) -> None
         if out.shape != reference.shape:
             raise WrongResult(f"{what}: the result is {list(out.shape)}, not {list(reference.shape)}")
         reference = _numbers(reference)
-        error = ((_numbers(out) - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+        out = _numbers(out).to(reference.device)
+        error = ((out - reference).norm() / reference.norm().clamp_min(1e-300)).item()
         if not error <= tolerance:
             raise WrongResult(f"{what}: relative error {error:.2e}, at most {tolerance:.0e} is right")
 
@@ -164,100 +261,129 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
     return x.double()
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of what an error says, with its kind."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 class Bench:
-    """Runs cases one after the other and keeps their records in ``<out>/gpu_<section>.json``, written after each.
+    """Runs cases one after the other, and adds a record of each to a file at once.
+
+    Args:
+        device: what is measured.
+        tiny: whether shapes are tiny, and samples few.
+        out: folder of the records.
+        common: what each record ends with.
+        seconds: no case begins after that.
 
     Attributes:
         ceilings: ``copy`` in bytes, ``bf16`` and ``fp8`` in operations per second, as they are measured.
-        records: all of them, by section.
+        records: those of this run, by earlier processes too.
     """
 
-    def __init__(self, device: torch.device, tiny: bool, out: Path, command: str, seconds: float = float("inf")):
+    def __init__(
+        self, device: torch.device, tiny: bool, out: Path, common: dict[str, Any], seconds: float = float("inf")
+    ):
         self.device = device
         self.tiny = tiny
         self.out = out
-        self.ceilings: dict[str, float] = {}
-        self.records: dict[str, list[dict]] = {}
+        self.rounds = 1 if tiny else ROUNDS
+        self.records = recorded(out / RECORDS)
+        self.ceilings = {
+            record["ceiling"]: record["per_second"] for record in self.records if record.get("ceiling") is not None
+        }
         self._end = time.perf_counter() + seconds
-        self._common = {"tiny": tiny, **made(command, PACKAGES, hardware(device))}
+        self._common = {"tiny": tiny, **common}
 
     def run(self, case: Case) -> None:
         """Check and time a case."""
         self.record(case.section, case.what, list(case.shape), lambda: self._measured(case))
 
     def record(self, section: str, what: str, shape: list[int], measure: Callable[[], dict[str, Any]]) -> None:
-        """Record what ``measure`` returns (``value``, ``unit`` and more), or why there is nothing."""
-        record = {
-            "name": f"{section} / {what}",
-            "shape": shape,
-            "status": "ok",
-            "value": "none",
-            "unit": "",
-            "baseline": None,
-            "ratio": None,
-            "ceiling_fraction": None,
-        }
+        """Record what ``measure`` returns (``value``, ``unit`` and more), or why there is nothing.
+
+        What breaks the GPU for this process, as a failed assertion in a kernel does, is raised once it is recorded.
+        """
+        record = empty_record(f"{section} / {what}", shape)
         try:
             if time.perf_counter() > self._end:
                 raise Absent("no time left")
+            print(f"{record['name']} {shape} ...", flush=True)
             record |= measure()
         except (Absent, torch.cuda.OutOfMemoryError) as reason:
             record |= {"status": "skipped", "reason": str(reason).partition("\n")[0]}
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            record |= {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}
-        self.records.setdefault(section, []).append(record | self._common)
-        write(self.records[section], self.out / f"gpu_{section}.json")
+            record |= {"status": "failed", "reason": reason_of(error), "traceback": traceback.format_exc()}
+        self.records.append(record | self._common)
+        write(self.records, self.out / RECORDS)
         print(row(record), flush=True)
         # The next case finds the memory of the GPU empty.
         gc.collect()
         if self.device.type == "cuda":
+            synchronize(self.device)
             torch.cuda.empty_cache()
+
+    def compare(self, calls: Mapping[str, Call], timing: str) -> dict[str, Any]:
+        """Time calls in turns.
+
+        Args:
+            calls: the first is measured, the second its baseline.
+            timing: see [`Case`].
+
+        Returns:
+            Medians of the first one and of its peers, and all samples.
+        """
+        if timing == "graph" and self.device.type == "cuda":
+            samples = graph_samples(calls, self.device, self.rounds)
+        else:
+            count = HOST_CALLS if timing == "host" and not self.tiny else 1
+            sample = partial(SAMPLES[timing], device=self.device, count=count)
+            samples = interleaved({name: partial(sample, call) for name, call in calls.items()}, self.rounds)
+        (_, ours), *others = samples.items()
+        peers = {}
+        for name, found in others:
+            peers[name] = {"seconds": statistics.median(found), "ratio": median_ratio(found, ours)}
+        baseline = next(iter(peers), None)
+        ratio = peers[baseline]["ratio"] if baseline is not None else None
+        return {
+            "seconds": statistics.median(ours),
+            "baseline": baseline,
+            "ratio": ratio,
+            "peers": peers,
+            "samples": samples,
+        }
 
     def _measured(self, case: Case) -> dict[str, Any]:
         """Check a case against the eager backend, and time it and its peers."""
         call = case.build(self.device, "triton")
-        expect_close(case.name, call(), case.build(self.device, "eager")(), case.tolerance)
-        measure = gpu_seconds if case.graphs else seconds_of
-        seconds = measure(call, self.device)
-        peers = {name: self._peer(build, measure, seconds) for name, build in case.peers.items()}
-        baseline = next(iter(peers), None)
-        ratio = None
-        if baseline is not None:
-            ratio = peers[baseline].get("ratio")
-        floor = case.floor(self.ceilings)
-        ceiling_fraction = None
-        if floor is not None:
-            ceiling_fraction = floor / seconds
+        reference_device = torch.device("cpu") if case.expected_on_cpu else self.device
+        expect_close(case.name, call(), case.build(reference_device, "eager")(), case.tolerance)
+        calls = {"ours": call}
+        absent: dict[str, dict[str, Any]] = {}
+        for name, build in case.peers.items():
+            # A peer may fail, for any reason, without an end of the case.
+            try:
+                peer = build(self.device)
+                peer()
+                calls[name] = peer
+            except Exception as error:
+                absent[name] = {"reason": reason_of(error)}
+        found = self.compare(calls, case.timing)
+        found["peers"] |= absent
+        if case.kernels:
+            found["kernels"] = {name: kernel_table(kernels_of(call, self.device)) for name, call in calls.items()}
+        seconds = found["seconds"]
         flops = sum(case.flops.values())
         if flops:
-            value = flops / 1e12 / seconds
-            unit = "TFLOP/s"
+            found |= {"value": flops / 1e12 / seconds, "unit": "TFLOP/s"}
+        elif case.n_bytes:
+            found |= {"value": case.n_bytes / 1e9 / seconds, "unit": "GB/s"}
         else:
-            value = case.n_bytes / 1e9 / seconds
-            unit = "GB/s"
-        return {
-            "value": value,
-            "unit": unit,
-            "seconds": seconds,
-            "host": self._host_seconds(call),
-            "baseline": baseline,
-            "ratio": ratio,
-            "ceiling_fraction": ceiling_fraction,
-            "peers": peers,
-        }
-
-    def _host_seconds(self, call: Call) -> float:
-        return host_seconds(call, 1 if self.tiny else 50)
-
-    def _peer(self, build: Callable[[torch.device], Call], measure: Callable, seconds: float) -> dict[str, Any]:
-        """Time another library. It may fail, for any reason, without an end of the case."""
-        try:
-            call = build(self.device)
-            other = measure(call, self.device)
-            return {"seconds": other, "ratio": other / seconds, "host": self._host_seconds(call)}
-        except Exception as error:
-            return {"reason": f"{type(error).__name__}: {error}".partition("\n")[0]}
+            found |= {"value": 1e6 * seconds, "unit": "us"}
+        floor = case.floor(self.ceilings)
+        if floor:
+            found["ceiling_fraction"] = floor / seconds
+        return found
 
     def measure_ceilings(self) -> None:
         """Measure what this GPU reaches at best: a device copy, and the vendor's products on random data."""
@@ -267,27 +393,43 @@ class Bench:
             n_bytes = 1 << 16
             n = 128
 
+        def ceiling(kind: str, work: float, call: Call) -> dict[str, Any]:
+            seconds = interleaved({kind: partial(gpu_seconds, call, self.device)}, self.rounds)
+            self.ceilings[kind] = work / statistics.median(seconds[kind])
+            return {"ceiling": kind, "per_second": self.ceilings[kind], "samples": seconds}
+
         def copy() -> dict[str, Any]:
             source = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
             target = torch.empty_like(source)
             # A copy reads and writes each byte.
-            self.ceilings["copy"] = 2 * n_bytes / seconds_of(lambda: target.copy_(source), self.device)
-            return {"value": self.ceilings["copy"] / 1e9, "unit": "GB/s"}
+            found = ceiling("copy", 2 * n_bytes, lambda: target.copy_(source))
+            return found | {"value": self.ceilings["copy"] / 1e9, "unit": "GB/s"}
 
         def product(kind: str) -> dict[str, Any]:
             a = torch.randn(n, n, device=self.device).bfloat16()
             b = torch.randn(n, n, device=self.device).bfloat16()
-            if kind == "fp8":
-                call = fp8_product(a, b)
-            else:
-                call = lambda: a @ b.t()  # noqa: E731
+            call = fp8_product(a, b) if kind == "fp8" else lambda: a @ b.t()
             expect_close(kind, call(), a.float() @ b.float().t(), 6e-2)
-            self.ceilings[kind] = 2 * n**3 / seconds_of(call, self.device)
-            return {"value": self.ceilings[kind] / 1e12, "unit": "TFLOP/s"}
+            found = ceiling(kind, 2 * n**3, call)
+            return found | {"value": self.ceilings[kind] / 1e12, "unit": "TFLOP/s"}
 
         self.record("ceilings", "device copy", [n_bytes], copy)
         for kind in ("bf16", "fp8"):
-            self.record("ceilings", f"{kind} product", [n, n, n], lambda kind=kind: product(kind))
+            self.record("ceilings", f"{kind} product", [n, n, n], partial(product, kind))
+
+
+def empty_record(name: str, shape: list[int]) -> dict[str, Any]:
+    """Return a record whose value is not known yet."""
+    return {
+        "name": name,
+        "shape": shape,
+        "status": "ok",
+        "value": "none",
+        "unit": "",
+        "baseline": None,
+        "ratio": None,
+        "ceiling_fraction": None,
+    }
 
 
 def fp8_product(a: torch.Tensor, b: torch.Tensor) -> Call:

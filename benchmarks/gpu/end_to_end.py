@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs on a model of the size of Qwen2.5-1.5B with random weights: `generate`, and a GRPO step."""
+"""Whole models of the sizes of Qwen2.5 with random weights: `generate`, linear layers in a CUDA graph, GRPO steps, and
+continuous batching."""
 
 import contextlib
 import io
@@ -7,34 +8,57 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config, TrainerCallback
 
-from hf_mxfp4 import MXFP4RLConfig, cached_weights
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
-from .bench import Absent, Bench, WrongResult, expect_close, seconds_of
+from .bench import (
+    Absent,
+    Bench,
+    Call,
+    WrongResult,
+    expect_close,
+    interleaved,
+    kernel_table,
+    kernels_of,
+    reason_of,
+    wall_seconds,
+)
+from .cases import random_matrix
 
 
 #: Arms: the model as it is, in NF4, and two of ours.
 BF16 = "BF16"
 NF4 = "bitsandbytes NF4"
 PACKED = "packed w4a16"
-QAT = "QAT w4a4g4"
-OURS = {PACKED: MXFP4RLConfig(mode="packed"), QAT: MXFP4RLConfig(preset="w4a4g4")}
-#: Sizes of Qwen2.5-1.5B, and tiny ones.
+QAT = "QAT w4a8"
+OURS = {PACKED: MXFP4RLConfig(mode="packed"), QAT: MXFP4RLConfig(preset="w4a8")}
+#: Sizes of Qwen2.5, and tiny ones.
 SIZES = {
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151_936,
+    "1.5B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+    },
+    "7B": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+    },
 }
 TINY = {
     "hidden_size": 96,
@@ -49,14 +73,16 @@ TINY = {
 TOLERANCES = {PACKED: 5e-2, QAT: 2e-1}
 
 
-def build(bench: Bench, arm: str, dtype: torch.dtype = torch.bfloat16, backend: str = "triton") -> PreTrainedModel:
+def build(
+    bench: Bench, arm: str, dtype: torch.dtype = torch.bfloat16, backend: str = "triton", size: str = "1.5B"
+) -> PreTrainedModel:
     """Return the model of an arm, the same weights each time. Raises [`Absent`] without bitsandbytes."""
-    sizes = TINY if bench.tiny else SIZES
+    sizes = TINY if bench.tiny else SIZES[size]
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = Qwen2Config(**sizes, **tokens, tie_word_embeddings=True)
     torch.manual_seed(0)
     with bench.device:
-        model = Qwen2ForCausalLM(config).to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(dtype).eval()
     if arm in OURS:
         if bench.tiny and backend == "triton":
             backend = "cpu"  # in the interpreter a step would take minutes
@@ -85,65 +111,177 @@ def _to_nf4(model: nn.Module, device: torch.device) -> None:
     model.is_loaded_in_4bit = True  # as transformers sets it, for PEFT
 
 
+# ---- generate -------------------------------------------------------------------------------------------------------
+
+
 def generate(bench: Bench) -> None:
-    """Record tokens per second of greedy `generate` in BF16, packed, as a QAT rollout, and in NF4."""
-    batch, prompt, new = (2, 3, 2) if bench.tiny else (16, 128, 64)
+    """Record `generate` in BF16, packed, in NF4, and as a rollout of QAT: prefill, and wall time, kernels and guards of
+    a step; with a static cache, which transformers compiles and replays as CUDA graphs, and without."""
+    batch, prompt, new = (2, 3, 3) if bench.tiny else (16, 128, 64)
     ids = torch.randint(2, 300, (batch, prompt), generator=torch.Generator().manual_seed(1)).to(bench.device)
-    seconds: dict[tuple[str, str | None], float] = {}
+    models: dict[str, PreTrainedModel] = {}
+
+    def model_of(arm: str) -> PreTrainedModel:
+        if arm not in models:
+            models[arm] = _checked_model(bench, arm, ids)
+        return models[arm]
 
     def measured(arm: str, cache: str | None) -> dict[str, Any]:
-        model = build(bench, arm)
-        # As in a rollout of ours: each weight is quantized once.
-        kept: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if arm in OURS:
-            kept = cached_weights(model)
-        with torch.no_grad(), kept:
-            if arm in OURS:
-                expected = build(bench, arm, backend="eager")(ids).logits
-                expect_close(f"{arm}: logits", model(ids).logits, expected, TOLERANCES[arm])
-            options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "cache_implementation": cache}
-
-            def call() -> torch.Tensor:
-                return model.generate(ids, **options, min_new_tokens=new, max_new_tokens=new)
-
+        model = model_of(arm)
+        calls = {arm: partial(_generated, model, ids, cache=cache, new=new)}
+        if arm != BF16:
+            calls[BF16] = partial(_generated, model_of(BF16), ids, cache=cache, new=new)
+        for call in calls.values():
             if call().shape != (batch, prompt + new):
                 raise WrongResult(f"generate did not make {new} tokens")
-            taken = seconds_of(call, bench.device)
-        seconds[arm, cache] = taken
-        ratio = None
-        if (BF16, cache) in seconds:
-            ratio = seconds[BF16, cache] / taken
-        return {
-            "value": batch * new / taken,
-            "unit": "tokens/s",
-            "seconds": taken,
-            "baseline": BF16,
-            "ratio": ratio,
+            call(new=1)
+        found = bench.compare(calls, "once")
+        prefill = interleaved(
+            {name: partial(wall_seconds, partial(call, new=1), bench.device) for name, call in calls.items()},
+            bench.rounds,
+        )
+        found |= {"value": batch * new / found["seconds"], "unit": "tokens/s", "prefill": prefill}
+        found["step"] = {
+            name: (statistics.median(found["samples"][name]) - statistics.median(prefill[name])) / (new - 1)
+            for name in calls
         }
+        found["step without guards"] = _step_without_guards(bench, calls[arm], new)
+        found["kernels of a step"] = _kernels_of_a_step(bench, calls[arm], new)
+        return found
 
-    # With a static cache, transformers compiles the model and replays CUDA graphs.
-    arms: list[tuple[str, str | None]] = [(BF16, "static"), (PACKED, "static")]
-    arms += [(arm, None) for arm in (BF16, PACKED, QAT, NF4)]
+    arms: list[tuple[str, str | None]] = [(BF16, "static"), (PACKED, "static"), (BF16, None), (PACKED, None)]
+    arms += [(NF4, "static"), (NF4, None), (QAT, None)]
     for arm, cache in arms:
-        what = arm
-        if cache is not None:
-            what = f"{arm}, {cache} cache"
-        bench.record("generate", what, [batch, prompt, new], lambda arm=arm, cache=cache: measured(arm, cache))
+        what = arm if cache is None else f"{arm}, {cache} cache"
+        bench.record("generate", what, [batch, prompt, new], partial(measured, arm, cache))
+
+
+def _checked_model(bench: Bench, arm: str, ids: torch.Tensor) -> PreTrainedModel:
+    """Return the model of an arm, whose logits are right."""
+    model = build(bench, arm)
+    if arm in OURS:
+        with torch.no_grad():
+            expected = build(bench, arm, backend="eager")(ids).logits
+            expect_close(f"{arm}: logits", model(ids).logits, expected, TOLERANCES[arm])
+    return model
+
+
+def _generated(model: PreTrainedModel, ids: torch.Tensor, cache: str | None, new: int) -> torch.Tensor:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        cache_implementation=cache,
+        min_new_tokens=new,
+        max_new_tokens=new,
+    )
+
+
+def _step_without_guards(bench: Bench, call: Callable[..., Any], new: int) -> dict[str, Any]:
+    """Return samples of the time of a step when torch.compile does not check guards that have always held."""
+    try:
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            call()
+            calls = {"all": call, "prefill": partial(call, new=1)}
+            taken = interleaved(
+                {name: partial(wall_seconds, each, bench.device) for name, each in calls.items()}, bench.rounds
+            )
+    except Exception as error:
+        return {"reason": reason_of(error)}
+    step = (statistics.median(taken["all"]) - statistics.median(taken["prefill"])) / (new - 1)
+    return {"seconds": step, "samples": taken}
+
+
+def _kernels_of_a_step(bench: Bench, call: Callable[..., Any], new: int) -> dict[str, Any]:
+    """Return the kernels of a mean step: those of some tokens without those of the first one."""
+    steps = min(new - 1, 8)
+    prefill = kernels_of(partial(call, new=1), bench.device)
+    all_kernels = kernels_of(partial(call, new=1 + steps), bench.device)
+    of_a_step = {}
+    for name, (count, seconds) in all_kernels.items():
+        first_count, first_seconds = prefill.get(name, (0, 0.0))
+        if count > first_count:
+            of_a_step[name] = ((count - first_count) / steps, (seconds - first_seconds) / steps)
+    return kernel_table(of_a_step)
+
+
+# ---- decoding in raw CUDA graphs ------------------------------------------------------------------------------------
+
+
+def decode(bench: Bench) -> None:
+    """Record the linear layers of a model in one CUDA graph: packed ones that may join products of the same input,
+    packed ones that may not, and BF16."""
+    for size in ("tiny",) if bench.tiny else SIZES:
+        models: dict[str, PreTrainedModel] = {}
+        for rows in (1,) if bench.tiny else (1, 16):
+            sizes = TINY if bench.tiny else SIZES[size]
+            shape = [sizes["num_hidden_layers"], sizes["hidden_size"], sizes["intermediate_size"]]
+            bench.record("decode", f"{size}, {rows} rows", shape, partial(_decoded, bench, size, rows, models))
+
+
+@torch.no_grad()
+def _decoded(bench: Bench, size: str, rows: int, models: dict[str, PreTrainedModel]) -> dict[str, Any]:
+    for arm in (PACKED, BF16):
+        if arm not in models:
+            models[arm] = build(bench, arm, size=size)
+    config = models[BF16].config
+    inputs = [
+        random_matrix(bench.device, rows, length)
+        for length in (config.hidden_size, config.hidden_size, config.hidden_size, config.intermediate_size)
+    ]
+    call = partial(_all_linears, models[PACKED], inputs, True)
+    separate = partial(_all_linears, models[PACKED], inputs, False)
+    expect_close("joined products", call(), separate(), 0.0)
+    expect_close("packed products", call(), _all_dequantized(models[PACKED], inputs), 2e-2)
+    calls: dict[str, Call] = {"packed": call, BF16: partial(_all_linears, models[BF16], inputs, True)}
+    calls["packed, separate products"] = separate
+    found = bench.compare(calls, "graph")
+    return found | {"value": 1e3 * found["seconds"], "unit": "ms"}
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
+    """Yield linear layers in their order, and which input each of them gets."""
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for module in (attention.q_proj, attention.k_proj, attention.v_proj):
+            yield module, 0
+        yield attention.o_proj, 1
+        yield mlp.gate_proj, 2
+        yield mlp.up_proj, 2
+        yield mlp.down_proj, 3
+
+
+def _all_linears(model: PreTrainedModel, inputs: list[torch.Tensor], same: bool) -> list[torch.Tensor]:
+    """Return all products; with ``same``, layers that follow one another get one object as their common input."""
+    outs = []
+    for module, index in _linears(model):
+        x = inputs[index]
+        outs.append(module(x if same else x.view_as(x)))
+    return outs
+
+
+def _all_dequantized(model: PreTrainedModel, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return products of the values that packed weights stand for, with their biases."""
+    outs = []
+    for module, index in _linears(model):
+        outs.append(nn.functional.linear(inputs[index], module.dequantized_weight(torch.bfloat16), module.bias))
+    return outs
 
 
 # ---- a GRPO step ----------------------------------------------------------------------------------------------------
 
 #: Arm of a step: the model, whether adapters are trained, and the arm to compare with.
 STEPS = {
+    "TRL BF16 + LoRA": (BF16, True, None),
+    "packed w4a16 + LoRA": (PACKED, True, "TRL BF16 + LoRA"),
     "TRL BF16": (BF16, False, None),
-    "QLoRA NF4": (NF4, True, "TRL BF16"),
-    "packed w4a16 + LoRA": (PACKED, True, "QLoRA NF4"),
-    "QAT w4a4g4": (QAT, False, "TRL BF16"),
+    "QAT w4a8": (QAT, False, "TRL BF16"),
+    "QLoRA NF4": (NF4, True, "TRL BF16 + LoRA"),
 }
 
 
 def grpo_step(bench: Bench) -> None:
-    """Record seconds of a step of our trainer, and of TRL's on the same model in BF16 and NF4."""
+    """Record seconds and peak memory of a step of our trainer, and of TRL's on the same model in BF16 and NF4."""
     count, length, steps = (4, 3, 1) if bench.tiny else (32, 64, 2)
     seconds: dict[str, float] = {}
 
@@ -153,19 +291,33 @@ def grpo_step(bench: Bench) -> None:
             trainer = _trainer(bench, folder, arm, adapters, (count, length, steps))
             clock = _Clock(bench.device)
             trainer.add_callback(clock)
+            if bench.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(bench.device)
             trainer.train()
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         if len(logs) != steps + 1 or not all(_is_right(entry, length) for entry in logs):
             raise WrongResult(f"not {steps + 1} steps with a gradient and completions of {length} tokens: {logs}")
         # The first step warms up.
-        seconds[name] = statistics.median(clock.seconds[1:])
+        samples = clock.seconds[1:]
+        seconds[name] = statistics.median(samples)
         ratio = None
         if baseline in seconds:
             ratio = seconds[baseline] / seconds[name]
-        return {"value": seconds[name], "unit": "s per step", "baseline": baseline, "ratio": ratio}
+        peak = None
+        if bench.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(bench.device) / 2**30
+        return {
+            "value": seconds[name],
+            "unit": "s per step",
+            "baseline": baseline,
+            "ratio": ratio,
+            "peak_gib": peak,
+            "first_step": clock.seconds[0],
+            "samples": {name: samples},
+        }
 
     for name in STEPS:
-        bench.record("grpo_step", name, [count, length], lambda name=name: measured(name))
+        bench.record("grpo_step", name, [count, length], partial(measured, name))
 
 
 class _Clock(TrainerCallback):
@@ -195,11 +347,14 @@ def _is_right(log: dict[str, float], length: int) -> bool:
 
 def _trainer(bench: Bench, folder: str, arm: str, adapters: bool, sizes: tuple[int, int, int]) -> Any:
     """Make the trainer of an arm. Full weights are float32 under bfloat16 autocast; frozen ones are in bfloat16."""
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl import GRPOConfig, GRPOTrainer
+    try:
+        from datasets import Dataset
+        from peft import LoraConfig
+        from trl import GRPOConfig, GRPOTrainer
 
-    from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
+        from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
+    except ImportError as error:
+        raise Absent(reason_of(error)) from error
     from hf_mxfp4.recipes.tasks import build_byte_tokenizer
 
     count, length, steps = sizes
@@ -244,3 +399,50 @@ def _trainer(bench: Bench, folder: str, arm: str, adapters: bool, sizes: tuple[i
 def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Differ between completions of random tokens, so that there is a gradient."""
     return [sum(ids) / (1000 * len(ids)) for ids in completion_ids]
+
+
+# ---- continuous batching --------------------------------------------------------------------------------------------
+
+
+def generate_batch(bench: Bench) -> None:
+    """Record tokens per second of continuous batching, in CUDA graphs on a GPU, in BF16 and packed."""
+    batch, prompt, new = (2, 3, 2) if bench.tiny else (32, 128, 64)
+    ids = torch.randint(2, 300, (batch, prompt), generator=torch.Generator().manual_seed(1))
+    options = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    models: dict[str, PreTrainedModel] = {}
+
+    def batched(arm: str) -> torch.Tensor:
+        from transformers import ContinuousBatchingConfig
+
+        batching = ContinuousBatchingConfig(
+            use_cuda_graph=bench.device.type == "cuda", max_memory_percent=0.3, num_blocks=16 if bench.tiny else None
+        )
+        # The manager keeps its graphs, so that samples are without the time to capture them.
+        found = models[arm].generate_batch(
+            ids.tolist(), generation_config=options, continuous_batching_config=batching, persistent_manager=True
+        )
+        return torch.tensor([output.generated_tokens for output in found.values()])
+
+    def measured(arm: str) -> dict[str, Any]:
+        models[arm] = build(bench, arm)
+        expected = _generated(models[arm], ids.to(bench.device), cache=None, new=new)[:, prompt:].cpu()
+        try:
+            tokens = batched(arm)
+        except Exception as error:
+            raise Absent(reason_of(error)) from error
+        if tokens.shape != expected.shape:
+            raise WrongResult(f"generate_batch made tokens {list(tokens.shape)}, not {list(expected.shape)}")
+        # Attention in another order of sums may choose another token now and then, and all that follow differ.
+        agreement = (tokens[:, 0] == expected[:, 0]).double().mean().item()
+        if agreement < 0.75:
+            raise WrongResult(f"{100 * agreement:.0f} % of first tokens are those of generate")
+        names = [arm] if arm == BF16 else [arm, BF16]
+        found = bench.compare({name: partial(batched, name) for name in names}, "once")
+        return found | {
+            "value": batch * new / found["seconds"],
+            "unit": "tokens/s",
+            "agreement of first tokens": agreement,
+        }
+
+    for arm in (BF16, PACKED):
+        bench.record("generate_batch", arm, [batch, prompt, new], partial(measured, arm))
