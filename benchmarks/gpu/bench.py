@@ -7,11 +7,11 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import DeviceType
@@ -25,6 +25,7 @@ from .timed import RECORDS
 Call = Callable[[], Any]
 #: Returns seconds.
 Sample = Callable[[], float]
+Name = TypeVar("Name", bound=Hashable)
 
 #: What records of interpreted runs have in place of a GPU. The documents refuse them.
 INTERPRETER = "CPU, Triton interpreter"
@@ -193,9 +194,9 @@ def graph_samples(calls: Mapping[str, Call], device: torch.device, rounds: int) 
     return {name: [(seconds - flush_seconds) / IN_GRAPH for seconds in found] for name, found in taken.items()}
 
 
-def interleaved(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:
+def interleaved(samples: Mapping[Name, Sample], rounds: int) -> dict[Name, list[float]]:
     """Take samples in turns, so that what changes over time meets all contenders."""
-    taken: dict[str, list[float]] = {name: [] for name in samples}
+    taken: dict[Name, list[float]] = {name: [] for name in samples}
     for _ in range(rounds):
         for name, sample in samples.items():
             taken[name].append(sample())
@@ -317,9 +318,9 @@ class Bench:
         self.records.append(record | self._common)
         write(self.records, self.out / RECORDS)
         print(row(record), flush=True)
-        # The next case finds the memory of the GPU empty.
-        gc.collect()
         if self.device.type == "cuda":
+            # The next case finds the memory of the GPU empty.
+            gc.collect()
             synchronize(self.device)
             torch.cuda.empty_cache()
 
@@ -331,27 +332,13 @@ class Bench:
             timing: see [`Case`].
 
         Returns:
-            Medians of the first one and of its peers, and all samples.
+            See [`compared`].
         """
         if timing == "graph" and self.device.type == "cuda":
-            samples = graph_samples(calls, self.device, self.rounds)
-        else:
-            count = HOST_CALLS if timing == "host" and not self.tiny else 1
-            sample = partial(SAMPLES[timing], device=self.device, count=count)
-            samples = interleaved({name: partial(sample, call) for name, call in calls.items()}, self.rounds)
-        (_, ours), *others = samples.items()
-        peers = {}
-        for name, found in others:
-            peers[name] = {"seconds": statistics.median(found), "ratio": median_ratio(found, ours)}
-        baseline = next(iter(peers), None)
-        ratio = peers[baseline]["ratio"] if baseline is not None else None
-        return {
-            "seconds": statistics.median(ours),
-            "baseline": baseline,
-            "ratio": ratio,
-            "peers": peers,
-            "samples": samples,
-        }
+            return compared(graph_samples(calls, self.device, self.rounds))
+        count = HOST_CALLS if timing == "host" and not self.tiny else 1
+        sample = partial(SAMPLES[timing], device=self.device, count=count)
+        return compared(interleaved({name: partial(sample, call) for name, call in calls.items()}, self.rounds))
 
     def _measured(self, case: Case) -> dict[str, Any]:
         """Check a case against the eager backend, and time it and its peers."""
@@ -416,6 +403,26 @@ class Bench:
         self.record("ceilings", "device copy", [n_bytes], copy)
         for kind in ("bf16", "fp8"):
             self.record("ceilings", f"{kind} product", [n, n, n], partial(product, kind))
+
+
+def compared(samples: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Return medians and ratios of samples that were taken in turns, for a record: of the first contender, of its
+    baseline, the second one, and of all others; and the samples."""
+    (_, ours), *others = samples.items()
+    peers = {}
+    for name, found in others:
+        peers[name] = {"seconds": statistics.median(found), "ratio": median_ratio(found, ours)}
+    baseline = next(iter(peers), None)
+    ratio = None
+    if baseline is not None:
+        ratio = peers[baseline]["ratio"]
+    return {
+        "seconds": statistics.median(ours),
+        "baseline": baseline,
+        "ratio": ratio,
+        "peers": peers,
+        "samples": dict(samples),
+    }
 
 
 def empty_record(name: str, shape: list[int]) -> dict[str, Any]:

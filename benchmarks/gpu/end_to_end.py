@@ -8,14 +8,21 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    Qwen2Config,
+    TrainerCallback,
+)
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
@@ -24,7 +31,9 @@ from .bench import (
     Absent,
     Bench,
     Call,
+    Sample,
     WrongResult,
+    compared,
     expect_close,
     interleaved,
     kernel_table,
@@ -117,7 +126,7 @@ def _to_nf4(model: nn.Module, device: torch.device) -> None:
 def generate(bench: Bench) -> None:
     """Record `generate` in BF16, packed, in NF4, and as a rollout of QAT: prefill, and wall time, kernels and guards of
     a step; with a static cache, which transformers compiles and replays as CUDA graphs, and without."""
-    batch, prompt, new = (2, 3, 3) if bench.tiny else (16, 128, 64)
+    batch, prompt, new = (2, 3, 3) if bench.tiny else (16, 128, 33)
     ids = torch.randint(2, 300, (batch, prompt), generator=torch.Generator().manual_seed(1)).to(bench.device)
     models: dict[str, PreTrainedModel] = {}
 
@@ -127,25 +136,16 @@ def generate(bench: Bench) -> None:
         return models[arm]
 
     def measured(arm: str, cache: str | None) -> dict[str, Any]:
-        model = model_of(arm)
-        calls = {arm: partial(_generated, model, ids, cache=cache, new=new)}
+        calls = {arm: partial(_generated, model_of(arm), ids, cache=cache, new=new)}
         if arm != BF16:
             calls[BF16] = partial(_generated, model_of(BF16), ids, cache=cache, new=new)
         for call in calls.values():
             if call().shape != (batch, prompt + new):
                 raise WrongResult(f"generate did not make {new} tokens")
-            call(new=1)
-        found = bench.compare(calls, "once")
-        prefill = interleaved(
-            {name: partial(wall_seconds, partial(call, new=1), bench.device) for name, call in calls.items()},
-            bench.rounds,
-        )
-        found |= {"value": batch * new / found["seconds"], "unit": "tokens/s", "prefill": prefill}
-        found["step"] = {
-            name: (statistics.median(found["samples"][name]) - statistics.median(prefill[name])) / (new - 1)
-            for name in calls
-        }
-        found["step without guards"] = _step_without_guards(bench, calls[arm], new)
+        variants = _by_guards(calls[arm]) if cache is not None else {}
+        steps = _steps(bench, calls | variants, new)
+        found = compared({name: steps[name]["samples"]["whole"] for name in calls})
+        found |= {"value": batch * new / found["seconds"], "unit": "tokens/s", "steps": steps}
         found["kernels of a step"] = _kernels_of_a_step(bench, calls[arm], new)
         return found
 
@@ -166,7 +166,7 @@ def _checked_model(bench: Bench, arm: str, ids: torch.Tensor) -> PreTrainedModel
     return model
 
 
-def _generated(model: PreTrainedModel, ids: torch.Tensor, cache: str | None, new: int) -> torch.Tensor:
+def _generated(model: PreTrainedModel, ids: torch.Tensor, cache: str | None, new: int, **options: Any) -> torch.Tensor:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -174,22 +174,49 @@ def _generated(model: PreTrainedModel, ids: torch.Tensor, cache: str | None, new
         cache_implementation=cache,
         min_new_tokens=new,
         max_new_tokens=new,
+        **options,
     )
 
 
-def _step_without_guards(bench: Bench, call: Callable[..., Any], new: int) -> dict[str, Any]:
-    """Return samples of the time of a step when torch.compile does not check guards that have always held."""
-    try:
+class _Unchanged(LogitsProcessor):
+    """Code of a user between two steps, with which no guard is skipped."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def _by_guards(call: Callable[..., torch.Tensor]) -> dict[str, Callable[..., torch.Tensor]]:
+    """Return calls that check all guards of compiled code, and none of those that have always held."""
+
+    def skipped(**options: Any) -> torch.Tensor:
         with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            return call(**options)
+
+    return {"guards checked": partial(call, logits_processor=[_Unchanged()]), "guards skipped": skipped}
+
+
+def _steps(bench: Bench, calls: Mapping[str, Callable[..., torch.Tensor]], new: int) -> dict[str, Any]:
+    """Return seconds of the prefill, and of a step after it, of each call; or why there are none."""
+    found: dict[str, Any] = {}
+    samples: dict[tuple[str, int], Sample] = {}
+    for name, call in calls.items():
+        try:
             call()
-            calls = {"all": call, "prefill": partial(call, new=1)}
-            taken = interleaved(
-                {name: partial(wall_seconds, each, bench.device) for name, each in calls.items()}, bench.rounds
-            )
-    except Exception as error:
-        return {"reason": reason_of(error)}
-    step = (statistics.median(taken["all"]) - statistics.median(taken["prefill"])) / (new - 1)
-    return {"seconds": step, "samples": taken}
+        except Exception as error:
+            found[name] = {"reason": reason_of(error)}
+            continue
+        for length in (1, new):
+            samples[name, length] = partial(wall_seconds, partial(call, new=length), bench.device)
+    taken = interleaved(samples, bench.rounds)
+    for name, length in taken:
+        if length == new:
+            prefill, whole = (statistics.median(taken[name, n]) for n in (1, new))
+            found[name] = {
+                "prefill": prefill,
+                "seconds": (whole - prefill) / (new - 1),
+                "samples": {"prefill": taken[name, 1], "whole": taken[name, new]},
+            }
+    return found
 
 
 def _kernels_of_a_step(bench: Bench, call: Callable[..., Any], new: int) -> dict[str, Any]:
@@ -208,9 +235,13 @@ def _kernels_of_a_step(bench: Bench, call: Callable[..., Any], new: int) -> dict
 # ---- decoding in raw CUDA graphs ------------------------------------------------------------------------------------
 
 
+#: Packed layers that never get the input of another one.
+SEPARATE = "packed, separate products"
+
+
 def decode(bench: Bench) -> None:
-    """Record the linear layers of a model in one CUDA graph: packed ones that may join products of the same input,
-    packed ones that may not, and BF16."""
+    """Record the linear layers of a model in one CUDA graph: packed ones, whose products of the same input may be
+    joined, packed ones that are never joined, and BF16."""
     for size in ("tiny",) if bench.tiny else SIZES:
         models: dict[str, PreTrainedModel] = {}
         for rows in (1,) if bench.tiny else (1, 16):
@@ -221,22 +252,21 @@ def decode(bench: Bench) -> None:
 
 @torch.no_grad()
 def _decoded(bench: Bench, size: str, rows: int, models: dict[str, PreTrainedModel]) -> dict[str, Any]:
-    for arm in (PACKED, BF16):
-        if arm not in models:
-            models[arm] = build(bench, arm, size=size)
+    for name, arm in ((PACKED, PACKED), (BF16, BF16), (SEPARATE, PACKED)):
+        if name not in models:
+            models[name] = build(bench, arm, size=size)
     config = models[BF16].config
-    inputs = [
-        random_matrix(bench.device, rows, length)
-        for length in (config.hidden_size, config.hidden_size, config.hidden_size, config.intermediate_size)
-    ]
-    call = partial(_all_linears, models[PACKED], inputs, True)
-    separate = partial(_all_linears, models[PACKED], inputs, False)
-    expect_close("joined products", call(), separate(), 0.0)
-    expect_close("packed products", call(), _all_dequantized(models[PACKED], inputs), 2e-2)
-    calls: dict[str, Call] = {"packed": call, BF16: partial(_all_linears, models[BF16], inputs, True)}
-    calls["packed, separate products"] = separate
+    lengths = [config.hidden_size] * 3 + [config.intermediate_size]
+    inputs = [random_matrix(bench.device, rows, length) for length in lengths]
+    calls: dict[str, Call] = {
+        name: partial(_all_linears, model, inputs, same=name != SEPARATE) for name, model in models.items()
+    }
+    expected = _all_dequantized(models[SEPARATE], inputs)
+    for name in (PACKED, SEPARATE):
+        expect_close(name, calls[name](), expected, 2e-2)
     found = bench.compare(calls, "graph")
-    return found | {"value": 1e3 * found["seconds"], "unit": "ms"}
+    launches = {name: kernel_table(kernels_of(call, bench.device))["launches"] for name, call in calls.items()}
+    return found | {"value": 1e3 * found["seconds"], "unit": "ms", "launches": launches}
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
@@ -252,7 +282,7 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _all_linears(model: PreTrainedModel, inputs: list[torch.Tensor], same: bool) -> list[torch.Tensor]:
-    """Return all products; with ``same``, layers that follow one another get one object as their common input."""
+    """Return all products. With ``same``, layers of the same input get the same object; otherwise views of it."""
     outs = []
     for module, index in _linears(model):
         x = inputs[index]

@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 def cases(tiny: bool) -> Iterator[Case]:
     """Yield a planned call, a first call that plans, and calls of q, k and v."""
-    size, keys = (64, 32) if tiny else (SIZE, KEYS)
+    size, keys = (32, 32) if tiny else (SIZE, KEYS)
 
     def plain(device: torch.device) -> Call:
         x = random_matrix(device, 1, size)

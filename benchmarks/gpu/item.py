@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ..records import commit as git_commit
-from ..records import hardware as machine
+from hf_mxfp4.recipes.common.reporting import hardware as machine
+from hf_mxfp4.recipes.common.reporting import source_commit
+
 from ..records import made
 from . import cases, end_to_end, host
 from .bench import Bench, Case, find_device, hardware
@@ -66,8 +67,8 @@ def common(device: torch.device, command: str, commit: str | None) -> dict[str, 
     """
     if commit is None:
         try:
-            commit = git_commit()
-        except OSError:
+            commit = source_commit()
+        except OSError:  # git is not there
             commit = ""
     return {**made(command, PACKAGES, hardware(device)), "commit": commit or "unknown", "host": machine()}
 

@@ -49,6 +49,8 @@ def precompile(arch: str | None) -> int:
             print("error: without a GPU, --arch has to say for which to compile", file=sys.stderr)
             return 2
         arch = "".join(map(str, torch.cuda.get_device_capability()))
+    # Fake tensors would make room on a real GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Not forked: a process that has asked a GPU cannot be.
     workers = ProcessPoolExecutor(
         max(1, (os.cpu_count() or 2) - 1), multiprocessing.get_context("spawn"), os.nice, (19,)

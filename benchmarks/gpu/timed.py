@@ -49,13 +49,13 @@ RECORDS = "gpu_timed.json"
 SECONDS = {
     "experts": 30,
     "host": 15,
-    "generate": 110,
+    "generate": 130,
     "training": 60,
     "decode": 70,
     "products": 90,
     "grpo_step": 120,
     "generate_batch": 60,
-    "schemes": 40,
+    "schemes": 20,
 }
 #: Seconds that kernels may still take to compile when the first item has ended. Others wait: they time the host.
 COMPILING = 30

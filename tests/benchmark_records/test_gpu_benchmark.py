@@ -260,7 +260,9 @@ def test_kernels_compiled_without_a_gpu_are_those_that_layers_launch(tmp_path):
 @pytest.mark.parametrize("items", [("decode",), pytest.param(tuple(SECONDS), marks=pytest.mark.large)])
 def test_items_run_in_the_interpreter(tmp_path, items):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    job = processes.module("benchmarks.gpu.timed", "--tiny", "--out", tmp_path / "out", "--only", *items)
+    job = processes.module(
+        "benchmarks.gpu.timed", "--tiny", "--deadline", "3000", "--out", tmp_path / "out", "--only", *items
+    )
     done = processes.run(job, interpret=True, environment=environment, timeout=900)
     assert done.returncode == 0, done.output
     found = recorded(tmp_path / "out")
