@@ -7,9 +7,9 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,37 +161,36 @@ def gpu_seconds(call: Call, device: torch.device, count: int = 1) -> float:
     return do_bench(call, warmup=WARMUP, rep=REPEAT, return_mode="median") / 1e3
 
 
-def graph_of(call: Call, device: torch.device, count: int) -> Call:
-    """Return what replays so many calls from a CUDA graph."""
+@lru_cache
+def flush(device: torch.device) -> Call:
+    """Return a call that empties the L2 cache: it writes more than any has room for."""
+    return torch.empty(256 << 20, dtype=torch.uint8, device=device).zero_
+
+
+def graph_of(calls: Sequence[Call], device: torch.device) -> Call:
+    """Return what replays `IN_GRAPH` times these calls from a CUDA graph."""
     # Outside of the graph: compiles kernels, and makes what calls keep.
-    call()
+    for call in calls:
+        call()
     synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(count):
+        for call in [*calls] * IN_GRAPH:
             call()
     return graph.replay
 
 
-def graph_samples(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Take samples of the time that calls keep a GPU busy: replayed from CUDA graphs, so without what the host takes to
-    launch them, with an empty L2 cache."""
-    # Larger than any L2 cache: writing it leaves nothing else there.
-    cache = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-
-    def after_flush(call: Call) -> Call:
-        def both() -> None:
-            cache.zero_()
-            call()
-
-        return both
-
-    flush = ""
-    graphs = {name: graph_of(after_flush(call), device, IN_GRAPH) for name, call in calls.items()}
-    graphs[flush] = graph_of(cache.zero_, device, IN_GRAPH)
-    taken = interleaved({name: partial(gpu_seconds, graph, device) for name, graph in graphs.items()}, rounds)
-    flush_seconds = statistics.median(taken.pop(flush))
-    return {name: [(seconds - flush_seconds) / IN_GRAPH for seconds in found] for name, found in taken.items()}
+def graph_samples(graphs: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Take samples of the time that calls keep a GPU busy, without what the host takes to launch them, with an empty
+    L2 cache. Each graph is of `flush` and a call."""
+    alone = graph_of([flush(device)], device)
+    samples = {name: partial(gpu_seconds, graph, device) for name, graph in graphs.items()}
+    *taken, flushes = interleaved({**samples, "": partial(gpu_seconds, alone, device)}, rounds).values()
+    flush_seconds = statistics.median(flushes)
+    return {
+        name: [(seconds - flush_seconds) / IN_GRAPH for seconds in found]
+        for name, found in zip(graphs, taken, strict=True)
+    }
 
 
 def interleaved(samples: Mapping[Name, Sample], rounds: int) -> dict[Name, list[float]]:
@@ -324,11 +323,18 @@ class Bench:
             synchronize(self.device)
             torch.cuda.empty_cache()
 
+    def prepare(self, call: Call, timing: str) -> Call:
+        """Return what samples are taken of: the call, which has compiled its kernels, or for ``graph`` a CUDA graph."""
+        if timing == "graph" and self.device.type == "cuda":
+            return graph_of([flush(self.device), call], self.device)
+        call()
+        return call
+
     def compare(self, calls: Mapping[str, Call], timing: str) -> dict[str, Any]:
         """Time calls in turns.
 
         Args:
-            calls: the first is measured, the second its baseline.
+            calls: what [`Bench.prepare`] returned; the first is measured, the second its baseline.
             timing: see [`Case`].
 
         Returns:
@@ -345,14 +351,12 @@ class Bench:
         call = case.build(self.device, "triton")
         reference_device = torch.device("cpu") if case.expected_on_cpu else self.device
         expect_close(case.name, call(), case.build(reference_device, "eager")(), case.tolerance)
-        calls = {"ours": call}
+        calls = {"ours": self.prepare(call, case.timing)}
         absent: dict[str, dict[str, Any]] = {}
         for name, build in case.peers.items():
             # A peer may fail, for any reason, without an end of the case.
             try:
-                peer = build(self.device)
-                peer()
-                calls[name] = peer
+                calls[name] = self.prepare(build(self.device), case.timing)
             except Exception as error:
                 absent[name] = {"reason": reason_of(error)}
         found = self.compare(calls, case.timing)

@@ -46,8 +46,8 @@ def cases(tiny: bool) -> Iterator[Case]:
         return torch.no_grad()(lambda: layer(x))
 
     def first(device: torch.device, backend: str) -> Call:
-        # One is called to check it, after which the kernel is compiled, and one for each sample.
-        count = 2 if tiny else 1 + ROUNDS
+        # Two are called before samples are taken, to check the result and to compile the kernel.
+        count = 3 if tiny else 2 + ROUNDS
         layers = iter([packed_layer(device, size, size, backend) for _ in range(count)])
         x = random_matrix(device, 1, size)
         return torch.no_grad()(lambda: next(layers)(x))
