@@ -16,8 +16,9 @@ import torch
 
 from benchmarks import records
 from benchmarks.documents import gpu as tables
+from benchmarks.gpu import bench as bench_module
 from benchmarks.gpu import cases, item, timed
-from benchmarks.gpu.bench import INTERPRETER, Bench, Case, interleaved, kernel_table, kernels_of
+from benchmarks.gpu.bench import INTERPRETER, Bench, Case, graph_samples, interleaved, kernel_table, kernels_of
 from benchmarks.gpu.timed import RECORDS, SECONDS
 
 
@@ -75,6 +76,15 @@ def test_samples_are_taken_in_turns():
 def _append(order, name):
     order.append(name)
     return len(order)
+
+
+def test_the_time_of_emptying_the_cache_is_taken_off(monkeypatch):
+    seconds = {"flush": 1.0, "ours": 3.0, "BF16": 6.0}
+    monkeypatch.setattr(bench_module, "flush", lambda device: None)
+    monkeypatch.setattr(bench_module, "graph_of", lambda calls, device: "flush")
+    monkeypatch.setattr(bench_module, "gpu_seconds", lambda graph, device: seconds[graph])
+    # Of ten calls in a graph.
+    assert graph_samples({"ours": "ours", "BF16": "BF16"}, CPU, 2) == {"ours": [0.2, 0.2], "BF16": [0.5, 0.5]}
 
 
 def test_kernels_are_counted_by_name():
