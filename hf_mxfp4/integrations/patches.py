@@ -24,6 +24,7 @@ from ..config import MXFP4RLConfig
 from ..ops import WeightCache, cached_weights
 from ..report import uncounted_weights
 from .continuous_batching import prepare_manager
+from .decoding_guards import compiled_step, skipped_guards
 
 
 #: An attribute of what was patched: nothing is patched twice.
@@ -74,6 +75,8 @@ def patch_model_class(cls: type) -> None:
     * `generate_batch` does too, and its CUDA graphs read what is kept.
     * `init_continuous_batching` makes a manager whose thread runs under the autocast of the caller, without graphs
       where these are not possible; see [`hf_mxfp4.integrations.continuous_batching`].
+    * `get_compiled_call`, within `generate`, returns a step that skips guards after its warm-up (see
+      [`hf_mxfp4.integrations.decoding_guards`]). transformers has no option for it. Upstream: none known.
     * `num_parameters` counts the weights that packed tensors stand for. transformers knows bitsandbytes' tensors alone
       (huggingface/transformers#26132). Upstream: none known.
     * `load_adapter` refuses an adapter of which a part would be left out, about which transformers only warns.
@@ -82,6 +85,7 @@ def patch_model_class(cls: type) -> None:
     patch_method(cls, "generate", _generate)
     patch_method(cls, "generate_batch", _generate_batch)
     patch_method(cls, "init_continuous_batching", _init_continuous_batching)
+    patch_method(cls, "get_compiled_call", _get_compiled_call)
     patch_method(cls, "num_parameters", _num_parameters)
     patch_method(cls, "load_adapter", _load_adapter)
 
@@ -89,7 +93,7 @@ def patch_model_class(cls: type) -> None:
 def _generate(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _keeps_weights(model):
         return original(*args, **kwargs)
-    with cached_weights(model):
+    with cached_weights(model), skipped_guards(model, args, kwargs):
         return original(*args, **kwargs)
 
 
@@ -108,6 +112,10 @@ def _init_continuous_batching(model: nn.Module, original: Callable[..., Any], *a
     if is_quantized(model):
         prepare_manager(manager)
     return manager
+
+
+def _get_compiled_call(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return compiled_step(original(*args, **kwargs))
 
 
 def _keeps_weights(model: nn.Module) -> bool:
