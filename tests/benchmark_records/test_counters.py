@@ -6,7 +6,7 @@ import torch
 from tiny_models import make_model
 from torch import nn
 
-from benchmarks import call_counts
+from benchmarks import call_counts, host_time, other_version
 from benchmarks.counters import LiveTensors, SavedTensors, state_bytes
 
 
@@ -65,3 +65,21 @@ def test_a_call_of_a_layer_makes_few_python_calls(flow, most):
     assert 2 < counter.depth <= counter.calls <= most
     assert microseconds > 1
     assert any(file.endswith("linear.py") for file in counter.files)
+
+
+@torch.no_grad()
+def test_a_packed_decoder_layer_is_four_launches():
+    """q, k and v are one, and so are gate and up."""
+    with host_time.stubbed_launches():
+        counts = host_time.counted(host_time.stack(is_packed=True, layers=1))
+    assert counts["launches"] == 4
+    assert counts["frames"] < 300
+
+
+def test_a_benchmark_runs_with_the_package_of_another_checkout(tmp_path, monkeypatch):
+    (tmp_path / "hf_mxfp4").mkdir()
+    (tmp_path / "hf_mxfp4" / "__init__.py").write_text("raise SystemExit(7)")
+    monkeypatch.setattr("sys.argv", ["other_version", str(tmp_path), "packages"])
+    with pytest.raises(SystemExit) as ended:
+        other_version.main()
+    assert ended.value.code == 7
