@@ -129,8 +129,8 @@ class PackedPlan:
         return way.multiply(codes, to_fp4(self.tensor(packed), recipe), recipe, bias, self.dtype)
 
     def takes(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, state: GemmState) -> bool:
-        """Return whether a layer may call this plan at once: without a gradient, in the dtype of autocast if that is on,
-        without values in the cache that is open, and with a spec, an input and tensors that the plan was made for."""
+        """Return whether a layer may call this plan at once: without a gradient, in the dtype of autocast if that is
+        on, without values in the cache that is open, and with a spec, an input and tensors as the plan was made for."""
         if state.spec is not self.spec or state.cache is not None and self.uses_values_of(state.cache):
             return False
         if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):
