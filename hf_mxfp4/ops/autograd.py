@@ -68,7 +68,7 @@ class _QuantizedLinear(torch.autograd.Function):
         out, saved, operand = plan.forward(x, weight, bias, state, groups, True, weight_needs_grad)
         kept: tuple[torch.Tensor | None, ...] = ()
         if ctx.needs_input_grad[0] and state.spec.reuses_weight:
-            kept = _kept_of_operand(operand, x, weight, state, dtype)
+            kept = _kept_of_operand(operand, weight, state, dtype)
         ctx.save_for_backward(weight, *kept, *saved)
         ctx.n_kept = len(kept)
         ctx.plan = plan
@@ -104,19 +104,14 @@ def check_step(state: GemmState, step: int | None) -> None:
 
 
 def _kept_of_operand(
-    operand: torch.Tensor | FP8Operand | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: GemmState,
-    dtype: torch.dtype,
+    operand: torch.Tensor | FP8Operand | None, weight: torch.Tensor, state: GemmState, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, ...]:
     """Return what is kept of ``Q(W)`` from the forward pass to the backward pass: its values, or what
     [`FP8Operand.of_columns`] takes, or nothing.
 
     Nothing is kept in jobs that may shard weights, where copies of all of them would be another model in memory, and
     not where a cache keeps it, which writes the next step's values to the same memory. Values are kept on CPUs alone.
-    E4M3 elements are kept where the input, of which the elements are kept, has as many rows: a byte each, both take no
-    more memory than an input in 16 bits.
+    Transposed E4M3 elements are kept where the forward pass made them.
     """
     dist = torch.distributed
     if operand is None or dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -124,9 +119,6 @@ def _kept_of_operand(
     if isinstance(operand, torch.Tensor):
         return (operand,) if operand.is_cpu and not is_cached(operand, weight, state) else ()
     if operand.columns is None or keeps_fp8(weight, dtype, state):
-        return ()
-    keeps_input = weight.requires_grad and state.spec.saves_fp8
-    if not keeps_input or x.numel() // x.shape[-1] < weight.shape[0]:
         return ()
     return operand.columns, operand.scale, operand.column_scale
 

@@ -149,7 +149,7 @@ class LinearPlan:
         if not spec.reuses_weight:
             return rows_first(weight, spec)
         if self._runs_on_fp8("dgrad", rows):
-            fp8 = operand if isinstance(operand, FP8Operand) else self.fp8.weight(weight, rows.dtype, state)
+            fp8 = operand if isinstance(operand, FP8Operand) else self.fp8.dgrad_weight(weight, rows.dtype, state)
             # Scales of rows would go into the gradient, whose blocks of MXFP4 would be others.
             if fp8 is not None and (fp8.column_scale is not None or spec.scheme.dgrad.left is FP8):
                 return fp8

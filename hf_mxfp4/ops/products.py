@@ -31,7 +31,7 @@ from .rng import LayerRng
 from .spec import GemmSpec
 from .state import GemmState
 from .values import matmul
-from .weights import backend_of_codes, count_weight, fp4_weight, fp8_weight, weight_codes, weight_operand
+from .weights import backend_of_codes, count_weight, fp4_weight, fp8_weight, keeps_fp8, weight_codes, weight_operand
 
 
 _counts: Counter[tuple[str, str]] = Counter()
@@ -149,14 +149,22 @@ class FP8Products:
         no rows."""
         if not x.x.numel() or not quantization.has_plain_memory(x.x):
             return None
-        right = self.weight(weight, x.dtype, x.state)
+        is_kept = keeps_fp8(weight, x.dtype, x.state) or self._fits_into_input(x, weight)
+        right = fp8_weight(weight, x.dtype, x.state, self.conversion, self.has_dgrad and is_kept)
         if right is None:
             return None
         return self._multiply("fprop", x.fp8(), right, x.dtype, bias, x.groups), right
 
-    def weight(self, weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> FP8Operand | None:
-        """Return the weight as Fprop and Dgrad take it; see [`hf_mxfp4.ops.weights.fp8_weight`]."""
-        return fp8_weight(weight, dtype, state, self.conversion, self.has_dgrad)
+    def dgrad_weight(self, weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> FP8Operand | None:
+        """Return the weight as Dgrad takes it; see [`hf_mxfp4.ops.weights.fp8_weight`]."""
+        return fp8_weight(weight, dtype, state, self.conversion, has_dgrad=True)
+
+    def _fits_into_input(self, x: Input, weight: torch.Tensor) -> bool:
+        """Whether the elements that are kept for the backward pass, of the input and of the weight, a byte each, take
+        no more memory than an input in 16 bits: where there are as many tokens as outputs."""
+        if weight.dim() != 2 or not x.is_saved or not self.spec.saves_fp8:
+            return False
+        return x.x.numel() // x.x.shape[-1] >= weight.shape[0]
 
     def dgrad(
         self,

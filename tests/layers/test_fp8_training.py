@@ -59,6 +59,22 @@ def test_a_weight_is_kept_where_there_are_as_many_tokens_as_outputs(n_tokens, ha
     assert kept == [(torch.float8_e4m3fn, (K, N))] * has_weight + [(torch.float8_e4m3fn, (K, n_tokens))]
 
 
+@needs_fp8_on_cpu
+@pytest.mark.parametrize(("n_tokens", "for_dgrad"), [(N, [True]), (N - 1, [False, True])])
+def test_a_forward_pass_transposes_a_weight_only_if_that_is_kept(n_tokens, for_dgrad, monkeypatch):
+    convert = fp8.WeightConversion.__call__
+    made = []
+
+    def noted(conversion, values, has_dgrad, out):
+        made.append(has_dgrad)
+        return convert(conversion, values, has_dgrad, out)
+
+    monkeypatch.setattr(fp8.WeightConversion, "__call__", noted)
+    layer = MXFP4Linear.from_linear(nn.Linear(K, N), MXFP4RLConfig(preset="w4a8g8", matmul_backend="fp8"))
+    layer(torch.randn(n_tokens, K).requires_grad_()).sum().backward()
+    assert made == for_dgrad
+
+
 # ---- weights on a GPU -----------------------------------------------------------------------------------------------
 
 
