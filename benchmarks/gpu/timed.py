@@ -47,7 +47,7 @@ RECORDS = "gpu_timed.json"
 
 #: Items in order of importance, and seconds of each where all fit; others are scaled by the time that is left.
 SECONDS = {
-    "experts": 30,
+    "experts": 45,
     "host": 15,
     "generate": 130,
     "training": 60,
