@@ -67,18 +67,7 @@ def _transposed(x):
 
 @triton.jit
 def _quantize_strip(
-    y,
-    out,
-    top_ptr,
-    signs_ptr,
-    at,
-    row_bytes,
-    alpha,
-    stack,
-    seed_low,
-    seed_high,
-    SCHEME: tl.constexpr,
-    SIDE: tl.constexpr,
+    y, out, signs_ptr, at, row_bytes, alpha, stack, seed_low, seed_high, SCHEME: tl.constexpr, SIDE: tl.constexpr
 ):
     """Write stored elements ``[ROWS, COLS]``, quantized, to their place in matrix number ``stack`` of ``out``: values,
     or codes and scales if there are ``row_bytes``."""
@@ -91,12 +80,10 @@ def _quantize_strip(
     rows = at.rows + tl.arange(0, ROWS)[:, None, None, None]
     place = Tile(rows, at.col_start, at.n_rows, at.n_cols)
     if row_bytes is None:
-        if top_ptr is not None:
-            top_ptr += stack
         if SIDE.BF16X2:
-            store_pair_values(y, out + before * at.n_cols, top_ptr, place, SCHEME)
+            store_pair_values(y, out + before * at.n_cols, place, SCHEME)
         else:
-            store_values(y, out + before * at.n_cols, top_ptr, place, alpha, random, SCHEME, SIDE)
+            store_values(y, out + before * at.n_cols, place, alpha, random, SCHEME, SIDE)
     else:
         n_codes, n_blocks = row_bytes.n_codes, row_bytes.n_blocks
         out = PackedPointers(
@@ -126,15 +113,13 @@ def quantize_kernel(
     seed_low_t,
     seed_high_t,
     alpha,
-    top_ptr,
     TILE: tl.constexpr,
     SCHEME: tl.constexpr,
     SIDES: tl.constexpr,
 ):
     """Values of ``x[n_rows, n_cols]`` (unit stride along columns) to ``out.rows[n_rows, out_cols]`` and
     ``out.columns[n_cols, out_cols_t]``, each contiguous; or what [`store_packed`] writes, with ``row_bytes``. A side of
-    ``SIDES`` is `None` where nothing is wanted of it. A number for each matrix at ``top_ptr``, if it is not `None`, is
-    raised to the bits of the largest magnitude that is written."""
+    ``SIDES`` is `None` where nothing is wanted of it."""
     # Triton 3.6 passes no part of a constant on, but a constant.
     SIDE: tl.constexpr = SIDES.rows
     SIDE_T: tl.constexpr = SIDES.columns
@@ -154,7 +139,6 @@ def quantize_kernel(
             _quantize_strip(
                 y,
                 out.columns,
-                top_ptr,
                 signs.columns,
                 at,
                 row_bytes.columns,
@@ -176,7 +160,7 @@ def quantize_kernel(
                 y = _read(x_ptr, start, col_start, n_rows, n_cols, stride, TILE.STRIP, TILE.WIDTH)
             at = Tile(start, col_start, n_rows, lengths.out_cols)
             _quantize_strip(
-                y, out.rows, top_ptr, signs.rows, at, row_bytes.rows, alpha, stack, seed_low, seed_high, SCHEME, SIDE
+                y, out.rows, signs.rows, at, row_bytes.rows, alpha, stack, seed_low, seed_high, SCHEME, SIDE
             )
 
 
@@ -187,7 +171,6 @@ def fake_quantize(
     dtype: torch.dtype | None = None,
     *,
     out: torch.Tensor | None = None,
-    top: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the MXFP4 values of ``x``: blocks of 32 along the last axis. No gradient flows.
 
@@ -201,8 +184,6 @@ def fake_quantize(
         side: random numbers and rotation.
         dtype: of the result, float32, bfloat16 or float16; by default that of ``x``. Values saturate at its largest.
         out: contiguous tensor that the result is written to, instead of a new one. It shares no memory with ``x``.
-        top: contiguous float32 tensor with a number for each matrix ``[M, K]`` of ``x``, zero, which is raised to the
-            largest magnitude of its values; NaN where there is one. [`to_fp8`] takes it.
 
     Returns:
         ``out``, or a contiguous tensor of the shape of ``x``, with K' columns (K padded to a multiple) under a
@@ -210,14 +191,14 @@ def fake_quantize(
 
     Raises:
         TypeError: ``x`` is not a tensor, another dtype, or a seed that is not an integer.
-        ValueError: too few axes, not on a GPU, a seed, rotation or signs that are not supported, or an ``out`` or
-            ``top`` of another shape, device or layout.
+        ValueError: too few axes, not on a GPU, a seed, rotation or signs that are not supported, or an ``out`` of
+            another shape, device or layout.
     """
     x, by_columns, side = _oriented("fake_quantize", x, scheme, side)
     if by_columns:
-        _, values = _values(x, scheme, Sides(None, side), dtype, Sides(None, out), top)
+        _, values = _values(x, scheme, Sides(None, side), dtype, Sides(None, out))
     else:
-        values, _ = _values(x, scheme, Sides(side, None), dtype, Sides(out, None), top)
+        values, _ = _values(x, scheme, Sides(side, None), dtype, Sides(out, None))
     return values
 
 
@@ -275,28 +256,18 @@ def _checked_sides(name: str, x: torch.Tensor, rows: Side, columns: Side) -> Sid
 
 
 def _values(
-    x: torch.Tensor,
-    scheme: Scheme,
-    sides: Sides,
-    dtype: torch.dtype | None,
-    outputs: Sides = _NO_OUTPUTS,
-    top: torch.Tensor | None = None,
+    x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype | None, outputs: Sides = _NO_OUTPUTS
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return values for each side that is wanted, written to ``outputs`` where these are given; the largest magnitudes
-    of matrices go to ``top`` if there is one."""
+    """Return values for each side that is wanted, written to ``outputs`` where these are given."""
     dtype = dtype or x.dtype
     check_output(dtype)
-    if top is not None:
-        if x.dim() < 2 or top.numel() != x.shape[:-2].numel():
-            raise ValueError(f"top has {top.numel()} numbers for matrices {list(x.shape)}")
-        top = output_tensor(top, top.shape, torch.float32, x.device, "top").view(torch.int32)
     rows = None
     if sides.rows is not None:
         rows = output_tensor(outputs.rows, _shape_by_rows(x, sides.rows), dtype, x.device)
     columns = None
     if sides.columns is not None:
         columns = output_tensor(outputs.columns, _shape_by_columns(x, sides.columns), dtype, x.device)
-    _launch(x, Sides(output_bits(rows), output_bits(columns)), scheme, sides, dtype, packs=False, top=top)
+    _launch(x, Sides(output_bits(rows), output_bits(columns)), scheme, sides, dtype, packs=False)
     return rows, columns
 
 
@@ -327,19 +298,11 @@ def _shape_by_columns(x: torch.Tensor, side: Side) -> tuple[int, ...]:
     return (*stack, cols, side.padded(rows))
 
 
-def _launch(
-    x: torch.Tensor,
-    out: Sides,
-    scheme: Scheme,
-    sides: Sides,
-    dtype: torch.dtype,
-    packs: bool,
-    top: torch.Tensor | None = None,
-) -> None:
+def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: torch.dtype, packs: bool) -> None:
     """Start the kernel on all matrices of ``x``: it writes values to ``out``, or codes and scales if it ``packs``."""
     if x.numel() == 0:
         return
-    x = _as_stack(x, scheme, sides, are_separate=top is not None)
+    x = _as_stack(x, scheme, sides)
     stack, n_rows, n_cols = x.shape
     constants = scheme_constants(x.dtype, scheme, dtype)
     tile = tile_shape(scheme, sides)
@@ -369,7 +332,6 @@ def _launch(
                 *rows.halves,
                 *columns.halves,
                 alpha,
-                top,
                 TILE=tile,
                 SCHEME=constants,
                 SIDES=_side_constants(x, scheme, sides, dtype, packs),
@@ -396,15 +358,14 @@ def _side_constants(x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.
     return Sides(rows, columns)
 
 
-def _as_stack(x: torch.Tensor, scheme: Scheme, sides: Sides, are_separate: bool) -> torch.Tensor:
-    """Return ``x`` as matrices ``[stack, rows, columns]`` with unit stride along columns, as one where nothing says
-    that they ``are_separate``."""
+def _as_stack(x: torch.Tensor, scheme: Scheme, sides: Sides) -> torch.Tensor:
+    """Return ``x`` as matrices ``[stack, rows, columns]`` with unit stride along columns."""
     if x.stride(-1) != 1 and x.shape[-1] > 1 or x.dim() > 3:
         x = x.contiguous()
     if x.dim() == 1:
         return x.view(1, 1, -1)
     # Rows alone do not care which matrix they are of, unless rows that share blocks would reach into the next one.
-    if sides.columns is None and not are_separate and x.shape[-2] % scheme.block_rows == 0:
+    if sides.columns is None and x.shape[-2] % scheme.block_rows == 0:
         return x.reshape(1, -1, x.shape[-1])
     return x.reshape(-1, *x.shape[-2:])
 

@@ -84,8 +84,6 @@ VARIANTS = {
     "values mantissas": lambda: values(BF16, MANTISSAS_AND_RESIDUAL),
     "values tiles": lambda: values(BF16, Scheme("mse", block_rows=32)),
     "values stochastic rotated": lambda: values(BF16, PLAIN, Side(5, 128, matrix(F32, 1024))),
-    "values and top": lambda: mxfp4_kernels.fake_quantize(matrix(BF16), top=matrix(F32, 1)),
-    "values half and top": lambda: mxfp4_kernels.fake_quantize(matrix(F32), dtype=F16, top=matrix(F32, 1)),
     "values columns": lambda: mxfp4_kernels.fake_quantize(matrix(BF16).mT),
     "values both": lambda: mxfp4_kernels.fake_quantize_rows_and_columns(matrix(BF16), STATIC),
     "codes": lambda: codes(BF16, STATIC),

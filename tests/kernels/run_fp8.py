@@ -2,7 +2,6 @@
 """Compares the kernels that make both operands of FP8 products with NumPy and torch, bit for bit; prints a JSON report.
 
     TRITON_INTERPRET=1 python run_fp8.py columns         interpreted: elements by rows and transposed, transposes
-    TRITON_INTERPRET=1 python run_fp8.py tops            interpreted: largest magnitudes of values
     TRITON_INTERPRET=1 python run_fp8.py gradients       interpreted: operands of the backward pass
     TRITON_INTERPRET=1 python run_fp8.py property        interpreted: gradients of any shape and range
     python run_fp8.py gradients cuda                     compiled, on a GPU
@@ -23,7 +22,6 @@ from hypothesis import strategies as st
 from run_quantize import DEVICE, DTYPES, Case, adversarial_rows, compare, same
 
 import mxfp4_kernels
-from mxfp4_kernels import Scheme
 
 
 # Of NumPy, which computes with infinity and NaN here as it should.
@@ -109,33 +107,6 @@ def wrong_columns(x: torch.Tensor, elements: torch.Tensor, scale: torch.Tensor, 
     return bad if int(counter) == int(rounded.sum()) else [*bad, "count"]
 
 
-def tops() -> Iterator[Case]:
-    """The largest magnitudes of values that are written, which come with them."""
-    rng = torch.Generator().manual_seed(33)
-    plain = Scheme()
-    mantissas = Scheme("even", 128, "block_mantissas", 0.3)
-    for label, x, scheme, dtype in (
-        ("pairs", adversarial_rows((40, 320), DTYPES[1], 5, rng), plain, DTYPES[1]),
-        ("pairs with mantissas", torch.randn(40, 320, generator=rng).bfloat16(), mantissas, DTYPES[1]),
-        ("pairs with NaN", adversarial_rows((40, 320), DTYPES[1], 0, rng), plain, DTYPES[1]),
-        ("a transpose", torch.randn(320, 40, generator=rng).mT, plain, DTYPES[1]),
-        # Factors that bfloat16 does not hold.
-        ("rounded values", torch.randn(5, 320, generator=rng), Scheme("rceil", 128, "static"), DTYPES[1]),
-        ("half", torch.randn(40, 33, generator=rng).half(), plain, DTYPES[2]),
-        (
-            "matrices",
-            torch.randn(3, 32, 70, generator=rng) * torch.tensor([[[1.0]], [[8.0]], [[0.0]]]),
-            plain,
-            DTYPES[0],
-        ),
-        ("transposed matrices", torch.randn(3, 70, 32, generator=rng).mT.bfloat16(), plain, DTYPES[1]),
-    ):
-        top = torch.zeros(x.shape[:-2], device=DEVICE)
-        found = mxfp4_kernels.fake_quantize(x.to(DEVICE), scheme, dtype=dtype, top=top)
-        bad = [] if same(found, mxfp4_kernels.fake_quantize(x.to(DEVICE), scheme, dtype=dtype).cpu()) else ["values"]
-        yield label, bad if same(top, found.cpu().float().abs().amax(dim=(-2, -1))) else [*bad, "top"]
-
-
 def gradients() -> Iterator[Case]:
     rng = torch.Generator().manual_seed(32)
     for number, shape in enumerate(SHAPES):
@@ -193,4 +164,4 @@ if __name__ == "__main__":
         any_gradient()
         print("{}")
     else:
-        print(json.dumps(compare({"columns": columns, "tops": tops, "gradients": gradients}[sys.argv[1]]())))
+        print(json.dumps(compare({"columns": columns, "gradients": gradients}[sys.argv[1]]())))

@@ -6,7 +6,6 @@ import triton.language as tl
 
 from .bf16x2_blocks import codes_of_words, values_of_words
 from .blocks import (
-    MAGNITUDE_FIELD,
     NAN_BYTE,
     NO_MACRO,
     apply_macro,
@@ -14,7 +13,6 @@ from .blocks import (
     max_bits,
     quantize_pass,
     scale_value,
-    to_float,
     without_factor,
 )
 from .rng import uniform
@@ -98,17 +96,9 @@ def _as_words(pointer):
 
 
 @triton.jit
-def _raise_top(top_ptr, bits):
-    """Raise a number at ``top_ptr`` to the largest of the magnitudes that have these float32 bits."""
-    tl.atomic_max(top_ptr, tl.max(bits & MAGNITUDE_FIELD), sem="relaxed")
-
-
-@triton.jit
-def store_pair_values(w, out_ptr, top_ptr, at, SCHEME: tl.constexpr):
+def store_pair_values(w, out_ptr, at, SCHEME: tl.constexpr):
     """[`store_values`] of a tile given as [`words_of`] bfloat16, whose rows are whole blocks."""
     values = values_of_words(w, SCHEME)
-    if top_ptr is not None:
-        _raise_top(top_ptr, tl.maximum(values & 0x7FFF0000, (values << 16) & MAGNITUDE_FIELD))
     store(
         _as_words(out_ptr),
         at.rows,
@@ -142,9 +132,8 @@ def store_pair_codes(w, out, at, row_bytes, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def store_values(x, out_ptr, top_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.constexpr):
-    """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix; raise a number at
-    ``top_ptr``, if it is not `None`, to the bits of the largest magnitude that is written."""
+def store_values(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.constexpr):
+    """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix."""
     z, amax_bits, factor, _ = apply_macro(x, SCHEME)
     q, byte = quantize_pass(z, amax_bits, _noise(x, at, random, 0, SIDE), SIDE.STOCHASTIC, SCHEME)
     value = q * scale_value(byte)
@@ -154,9 +143,6 @@ def store_values(x, out_ptr, top_ptr, at, alpha, random, SCHEME: tl.constexpr, S
         q, byte = quantize_pass(residual, max_bits(residual, SCHEME.TILES), noise, SIDE.STOCHASTIC, SCHEME)
         value = value + q * scale_value(byte) * alpha
     value = without_factor(value, factor, SCHEME)
-    if top_ptr is not None:
-        written = as_stored(value, out_ptr, SCHEME.INTERPRETED)
-        _raise_top(top_ptr, to_float(written, written.dtype == tl.int16).to(tl.int32, bitcast=True))
     store(out_ptr, at.rows, at.col_start, _offsets_of(x, 32, 32), at.n_rows, at.n_cols, value, SCHEME.INTERPRETED)
 
 
