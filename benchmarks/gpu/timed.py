@@ -118,7 +118,9 @@ def run(options: argparse.Namespace, command: str) -> int:
         for index, name in enumerate(names):
             item = following
             following = next(items, None)
-            share = SECONDS[name] / sum(SECONDS[later] for later in names[index:])
+            share = 1.0  # how long items take in the interpreter is not known
+            if not options.tiny:
+                share = SECONDS[name] / sum(SECONDS[later] for later in names[index:])
             reason = item.measure(share * (deadline - time.monotonic()), command)
             if reason is not None:
                 _record(options, device, command, name, reason)
