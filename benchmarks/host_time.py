@@ -28,13 +28,13 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.compiler import CompiledKernel
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, pack
 from hf_mxfp4.ops import quantization
 from hf_mxfp4.recipes.common.reporting import source_commit
 from mxfp4_kernels.decode import product
+from tests.compiled_launches import without_machine_code
 
 from .call_counts import Counter
 from .records import made, median_ratio, option_parser, recorded, write
@@ -67,10 +67,10 @@ def stubbed_launches() -> Iterator[None]:
         (triton.runtime.driver, "_active", driver),
         (CompiledKernel, "run", lambda *arguments: None),
         (CompiledKernel, "_init_handles", lambda kernel: None),
-        (CUDABackend, "make_cubin", lambda *arguments: b""),
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
     ]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_machine_code())
         for owner, name, stand_in in stand_ins:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield

@@ -4,6 +4,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -55,12 +56,21 @@ def fake_gpu(arch: str, machine_code: bool = False) -> Iterator[list[Compiled]]:
         if is_hip:
             stack.enter_context(mock.patch.object(torch.version, "hip", "7.0"))
         elif not machine_code:
-            stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", lambda *arguments: b""))
+            stack.enter_context(without_machine_code())
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", lambda tensor: 1 << 20))
         # Another thread would make real tensors.
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
         stack.enter_context(FakeTensorMode())
         yield launches
+
+
+@contextlib.contextmanager
+def without_machine_code() -> Iterator[None]:
+    """Let Triton compile for NVIDIA without ptxas, into a cache of its own: a GPU that found such a kernel in the cache
+    of its user could not run it."""
+    with triton.knobs.cache.scope(), mock.patch.object(CUDABackend, "make_cubin", lambda *arguments: b""):
+        triton.knobs.cache.dir = str(Path(triton.knobs.cache.dir) / "without_machine_code")
+        yield
 
 
 def _of_cuda(arch: str) -> Iterator[tuple[Any, str, Any]]:

@@ -83,3 +83,13 @@ def test_a_benchmark_runs_with_the_package_of_another_checkout(tmp_path, monkeyp
     with pytest.raises(SystemExit) as ended:
         other_version.main()
     assert ended.value.code == 7
+
+
+@torch.no_grad()
+def test_kernels_without_machine_code_stay_out_of_the_cache_of_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    layer = host_time.packed_layer(224)
+    with host_time.stubbed_launches():
+        host_time.planned_for_gpu(layer, torch.randn(1, 224).bfloat16())
+        layer(torch.randn(1, 224).bfloat16())
+    assert [path.name for path in tmp_path.iterdir()] == ["without_machine_code"]
