@@ -45,6 +45,9 @@ _FUNCTIONS = (
     runs.recovery_cpu,
     runs.recovery_rates,
     gpu.gpu,
+    gpu.decode_modelled,
+    gpu.training_modelled,
+    gpu.host_time,
 )
 TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in _FUNCTIONS}
 

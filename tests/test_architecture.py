@@ -76,9 +76,9 @@ LIMITS = {
     "hf_mxfp4/lab": 33_500,
     "kernels": 29_900,
     "recipes": 36_600,
-    "benchmarks": 39_500,
+    "benchmarks": 40_300,
     "tests": 331_500,
-    "docs (words)": 23_200,
+    "docs (words)": 23_600,
 }
 SIZES = packages.sizes(ROOT)
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from ..gpu.bench import INTERPRETER
-from ..records import RESULTS, table
+from ..records import RESULTS, records, table
 
 
 def gpu(folder: Path = RESULTS) -> str:
@@ -27,8 +27,8 @@ def gpu(folder: Path = RESULTS) -> str:
     parts = []
     for place, sections in places.items():
         parts.append(place)
-        for section, records in sections.items():
-            parts += [f"`{section}`\n", _section(records)]
+        for section, of_section in sections.items():
+            parts += [f"`{section}`\n", _section(of_section)]
     return "\n".join(parts)
 
 
@@ -69,3 +69,56 @@ def _row(record: dict, peers: list[str]) -> list[str]:
 
 def _shape(record: dict) -> str:
     return "x".join(map(str, record["shape"]))
+
+
+def decode_modelled() -> str:
+    """Return modelled times of the products of a decoding step, a row for each model."""
+    rows = []
+    by_name = {record["name"]: record for record in records("decode_modelled")}
+    for name, record in by_name.items():
+        if not name.endswith(", BF16"):
+            continue
+        model = name.removesuffix(", BF16")
+        cells = [model.removeprefix("decode / "), f"{record['value']:.2f} ms"]
+        for arm in ("packed", "packed, joined"):
+            packed = by_name[f"{model}, {arm}"]
+            cells.append(f"{packed['value']:.2f} ms ({packed['ratio']:.2f}x)")
+        rows.append(cells)
+    return table(["Qwen2.5", "BF16", "packed", "packed, joined"], rows)
+
+
+def training_modelled() -> str:
+    """Return modelled times of both passes of a linear layer, and from which size they are below those of BF16."""
+    rows = []
+    sizes: dict[str, dict[int, int]] = {}
+    for record in records("training_modelled"):
+        kind, name = record["name"].split(" / ")
+        if kind == "linear":
+            rows.append([name, f"{record['value']:.2f} ms ({record['ratio']:.2f}x)"])
+        else:
+            sizes.setdefault(name, {})[record["shape"][0]] = record["value"]
+    columns = ["", "8192 x 4096 x 14336"]
+    tokens = sorted({count for of_name in sizes.values() for count in of_name})
+    columns += [f"faster from, {count} tokens" for count in tokens]
+    for row in rows:
+        row += [str(sizes.get(row[0], {}).get(count, "")) for count in tokens]
+    return table(columns, rows)
+
+
+def host_time() -> str:
+    """Return what the host does for packed layers, a column for each version."""
+    found: dict[str, dict[str, dict]] = {}
+    for record in records("host_time"):
+        found.setdefault(record["name"].removeprefix("host_time / "), {})[record["commit"]] = record
+    commits = list(dict.fromkeys(commit for versions in found.values() for commit in versions))
+    rows = [[name, *(_counts(versions[commit]) for commit in commits)] for name, versions in found.items()]
+    return table(["", *commits], rows)
+
+
+def _counts(record: dict) -> str:
+    """Return microseconds and counts of a record."""
+    parts = [f"{record['value']:.0f} us"]
+    for name in ("frames", "launches", "graph_inputs", "guards"):
+        if name in record:
+            parts.append(f"{record[name]} {name.replace('_', ' ')}")
+    return ", ".join(parts)

@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 
-from benchmarks import write_docs
+from benchmarks import decode_model, write_docs
 from benchmarks.pretrain_study import record
-from benchmarks.records import RESULTS, made, option_parser, write
+from benchmarks.records import RESULTS, made, option_parser, records, write
 
 
 def test_every_record_says_machine_versions_command_and_date():
@@ -93,3 +93,16 @@ def test_the_record_of_a_pretraining_study_says_what_its_summary_says(mean, valu
     assert entry["paper"] == "26-27 %"
     assert entry["command"] == "command"
     assert entry["hardware"] == "machine"
+
+
+def test_modelled_decoding_products_meet_the_one_that_was_not_fitted():
+    fixed, packed, _ = decode_model.measured()
+    one_row = [record for record in records("gpu_decode") if record["name"] == "decode / 1 rows"]
+    (measured,) = [record for record in one_row if record["shape"] == [4096, 14336]]
+    assert fixed + 4096 * 14336 * decode_model.PACKED_BYTES / packed == pytest.approx(measured["seconds"], rel=0.01)
+
+
+def test_joined_products_of_a_step_save_the_fixed_time_of_three_launches_a_layer():
+    times = decode_model.step_seconds(decode_model.MODELS["1.5B"])
+    fixed, _, _ = decode_model.measured()
+    assert times["packed"] - times["packed, joined"] == pytest.approx(3 * 28 * fixed)
