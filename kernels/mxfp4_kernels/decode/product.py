@@ -91,7 +91,8 @@ def _accumulate(
         byte = load_inside(packed.scale + blocks_tile + k // 32, has_blocks, EVEN).to(tl.int32)
         mantissa = byte
         if WEIGHT.SEARCH == blocks.BLOCK_MANTISSAS:
-            mantissa = (m8[:, None] >> (2 * blocks_at)[None, :]) & 3
+            # Two bits of the byte for each block, from the place of the first block's in both halves.
+            mantissa = (m8 * 0x200020)[:, None] >> (2 * blocks_at)[None, :]
         words = load_inside(packed.codes + words_tile + k // 8, has_words, EVEN)
         largest = tl.maximum(largest, byte)
         part = decoded_product(x, words, byte, mantissa, WIDE, WEIGHT)

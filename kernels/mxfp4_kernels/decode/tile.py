@@ -23,6 +23,8 @@ from ..common.blocks import BLOCK_MANTISSAS, macro_factor
 
 #: Scale bytes up to this one need no second multiply.
 NARROW_BYTE = tl.constexpr(128)
+#: The first two mantissa bits of two bfloat16.
+MANTISSA_FIELDS = tl.constexpr(0x600060)
 _HIGH_HALF = tl.constexpr(-0x10000)
 # 0x81C081C0: sign, exponent and mantissa of both halves.
 _ELEMENT_FIELDS = tl.constexpr(-0x7E3F7E40)
@@ -87,7 +89,7 @@ def _for_words(per_block, words):
 @triton.jit
 def _decoded(words, byte, mantissa, WIDE: tl.constexpr, WEIGHT: tl.constexpr):
     """Values ``[ROWS, 8 * WORDS]`` (bfloat16) of codes ``[ROWS, WORDS]`` (int32 words), with the scale bytes
-    ``[ROWS, WORDS / 4]`` (int32) of their blocks, and with `BLOCK_MANTISSAS` as many mantissas.
+    ``[ROWS, WORDS / 4]`` (int32) of their blocks, and with `BLOCK_MANTISSAS` as many mantissas, in `MANTISSA_FIELDS`.
 
     Of up to 16 rows of the other operand, columns are in the order of [`_interleave`], so that nothing is moved; of
     more, as in the weight. With ``WIDE`` every scale byte is right; otherwise those up to `NARROW_BYTE` are, at half
@@ -96,7 +98,7 @@ def _decoded(words, byte, mantissa, WIDE: tl.constexpr, WEIGHT: tl.constexpr):
     narrow = tl.minimum(byte, NARROW_BYTE) if WIDE else byte
     factor = (narrow + 126) * (_BOTH << 7)
     if WEIGHT.SEARCH == BLOCK_MANTISSAS:
-        factor |= mantissa * (_BOTH << 5)
+        factor |= mantissa & MANTISSA_FIELDS
     factor = _for_words(factor, words)
     p0 = _multiply(_code_pairs(words, 0), factor, WEIGHT.CUDA)
     p1 = _multiply(_code_pairs(words, 1), factor, WEIGHT.CUDA)
