@@ -19,6 +19,7 @@ from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
 from mxfp4_kernels.common.packed import output_packed
 from mxfp4_kernels.common.tensors import output_tensor
 from mxfp4_kernels.decode import counters
+from mxfp4_kernels.decode.config import Gpu, tile_config
 
 
 @pytest.mark.parametrize(
@@ -369,6 +370,15 @@ def test_grids_are_as_large_as_gpus_allow():
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "has_fallback", "stages"),
+    [("90", 1, False, 4), ("90", 16, False, 4), ("90", 1, True, 3), ("120", 1, False, 3), ("gfx942", 1, False, 2)],
+)
+def test_two_steps_are_loaded_ahead_where_all_programs_have_room_for_them(arch, rows, has_fallback, stages):
+    gpu = Gpu(arch, 132, {"90": 232448, "120": 101376, "gfx942": 65536}[arch])
+    assert tile_config(rows, has_fallback, gpu).num_stages == stages
 
 
 #: Variants that every run compiles; the long one compiles all, for all targets.

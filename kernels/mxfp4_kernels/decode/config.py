@@ -19,8 +19,6 @@ STEP = 128
 _FOUR_WARPS = ("90", "100", "103", "gfx942", "gfx950")
 #: Values that a thread holds without spilling registers, of which it has 255.
 _MOST_VALUES = 160
-#: Warps that a multiprocessor holds at once, with the registers that the kernel takes.
-_WARPS_PER_MULTIPROCESSOR = 12
 #: Warps that a multiprocessor needs to issue in most cycles: fewer wait for their own results half of the time.
 _BUSY_WARPS = 8
 #: Steps of a split that pay for its start.
@@ -94,10 +92,14 @@ def tile_config(rows: int, has_fallback: bool, gpu: Gpu) -> Config:
     if has_fallback:
         weight_bytes *= 2
     stage = STEP * (2 * height + weight_bytes)
-    # One of three stages is in registers, where codes are decoded.
+    # One stage is in registers, where codes are decoded, and another is loaded only when that is done. The others hide
+    # the latency of memory, so there are two where a multiprocessor has room for those of all its programs.
+    programs = _warps_per_multiprocessor(warps) // warps
     stages = 2
     if not is_amd and 2 * stage + _BESIDES <= gpu.shared_memory:
         stages = 3
+    if not is_amd and not has_fallback and programs * (3 * stage + _BESIDES) <= gpu.shared_memory:
+        stages = 4
     return Config(height, width, warps, stages)
 
 
@@ -115,6 +117,11 @@ def _fits(height: int, width: int, warps: int, has_fallback: bool, arch: str) ->
     return values <= _MOST_VALUES * 32 * warps
 
 
+def _warps_per_multiprocessor(warps: int) -> int:
+    """Return how many warps a multiprocessor holds at once, with the registers that programs of so many warps take."""
+    return 10 if warps == 2 else 12
+
+
 def split_steps(steps: int, tiles: int, warps: int, multiprocessors: int) -> int:
     """Return how many of its ``steps`` along K each program of a tile takes.
 
@@ -129,6 +136,6 @@ def split_steps(steps: int, tiles: int, warps: int, multiprocessors: int) -> int
             return 2 * on_busiest * steps_of_program
         return on_busiest * steps_of_program
 
-    programs = _WARPS_PER_MULTIPROCESSOR * multiprocessors // warps
+    programs = _warps_per_multiprocessor(warps) * multiprocessors // warps
     most = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
     return -(-steps // min(range(1, most + 1), key=time))
