@@ -2,7 +2,7 @@
 """Quantization and products of MXFP4 operands, differentiable, and the choice of what computes them."""
 
 from .autograd import autocast_dtype, quantized_linear
-from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, is_captured, uncached_weights
+from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
 from .choice import hardware_of, select_matmul
 from .codes import reads_packed_on_gpus
 from .fp4 import to_fp4
@@ -29,7 +29,7 @@ from .packed_weight import (
     weight_values,
 )
 from .products import matmul_counts, reset_matmul_counts
-from .quantization import backend_for, dequantize, quantize_e4m3, rotate_rows, widest_float
+from .quantization import backend_for, dequantize, is_captured, quantize_e4m3, rotate_rows, widest_float
 from .rng import LayerRng
 from .spec import GemmSpec
 from .state import GemmState

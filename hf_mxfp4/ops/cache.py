@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..numerics import MXFP4Tensor
+from .quantization import is_captured
 from .state import GemmState
 
 
@@ -162,11 +163,6 @@ class _Entry:
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether the value was made of this weight, perhaps of other values of it."""
         return self.place == _place(weight) and (self.place[0] is not None or self._owner() is weight)
-
-
-def is_captured(tensor: torch.Tensor) -> bool:
-    """Return whether what is computed with this tensor is being captured in a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _place(weight: torch.Tensor) -> tuple:

@@ -132,8 +132,9 @@ def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
         return f"a weight of {shape[0]} x {shape[1]}, and FP4 products need N % 16 = 0 and K % 32 = 0"
     if x.shape[:-1].numel() <= triton_kernels.MOST_DECODED_ROWS:
         return f"{x.shape[:-1].numel()} rows are too few"
-    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    return "the range of scales cannot be looked at in a CUDA graph" if is_captured else None
+    if quantization.is_captured(x):
+        return "the range of scales cannot be looked at in a CUDA graph"
+    return None
 
 
 @functools.lru_cache(maxsize=64)

@@ -107,7 +107,7 @@ def _count(rounded: torch.Tensor) -> None:
     """Add to `inexact`. A CUDA graph that is captured before anything was counted counts nothing."""
     device = rounded.device
     if device not in inexact:
-        if rounded.is_cuda and torch.cuda.is_current_stream_capturing():
+        if quantization.is_captured(rounded):
             return
         # Another thread allocates: this one's memory may be that of a graph (see `mxfp4_kernels.decode.counters`), and
         # its modes are the caller's. The copy from the host is complete when it returns.
@@ -151,7 +151,7 @@ class WeightConversion:
         """
         if not values.is_cuda:
             return self._find(values, has_dgrad)[0]
-        is_capturing = torch.cuda.is_current_stream_capturing()
+        is_capturing = quantization.is_captured(values)
         if not is_capturing:
             self.check()
         if self.scales is None:

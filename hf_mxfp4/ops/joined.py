@@ -23,6 +23,7 @@ from .._logging import get_logger
 from .packed import PackedPlan, PackedState, packed_forward
 from .packed_operators import compiled_packed_linear, is_compiled
 from .packed_weight import PackedWeight
+from .quantization import is_captured
 
 
 #: Backends whose products are joined. On CPUs a call costs little of a product, and joined ones are not faster.
@@ -292,7 +293,7 @@ def observe(layer: JoinableLayer, x: torch.Tensor) -> None:
 
 def _can_be_joined(layers: list[Any], x: torch.Tensor) -> bool:
     """Return whether layers have equal plans that multiply codes, and tensors that can be moved."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(x):
         return False
     first = layers[0].state.plans.get(x.dtype)
     for layer in layers:

@@ -256,7 +256,7 @@ class PackedState(GemmState):
                 return plan
         plan = (PackedExpertsPlan if has_groups else PackedPlan)(self.spec, x, packed, dtype)
         # A plan that is made while a CUDA graph is captured cannot check whether the kernels work.
-        if is_own and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_own and quantization.is_captured(x):
             self.is_captured = True
         elif is_own:
             self.plans[dtype] = plan

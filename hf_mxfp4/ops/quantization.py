@@ -108,6 +108,11 @@ def has_plain_memory(x: torch.Tensor) -> bool:
     return not (is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor())
 
 
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Return whether what is computed with this tensor is being captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def needs_operator(x: torch.Tensor) -> bool:
     """Return whether an operator stands for what runs on a tensor's memory: where Dynamo traces."""
     return type(x) in OWN_TYPES and torch.compiler.is_compiling()
