@@ -35,6 +35,7 @@ from hf_mxfp4.recipes.post_training.policy import (
     prepare_start,
     usual_learning_rate,
 )
+from hf_mxfp4.recipes.post_training.shared_prompts import SharedPromptTrainer
 
 
 def main(argv: list[str]) -> dict[str, Any]:
@@ -70,8 +71,11 @@ def run(options: Options, output: Path, started: float) -> dict[str, Any]:
         tell("learning rate", f"{training.learning_rate:g}, as usual for this size, since no option names one")
     if recipe.full_precision:
         training.allow_full_precision = True
+    kind = MXFP4GRPOTrainer
+    if study.share_prompts:
+        kind = SharedPromptTrainer
     trainer = make_trainer(
-        MXFP4GRPOTrainer,
+        kind,
         policy,
         stored,
         options,

@@ -156,7 +156,7 @@ def trainer_factory(tmp_path, layers=2):
 
     def build(
         reward=even_digits, *, scheme=None, dataset=None, eval_dataset=None, policy=None, peft_config=None,
-        callbacks=None, tokenizer=TOKENIZER, given=None, **options,
+        callbacks=None, tokenizer=TOKENIZER, given=None, kind=MXFP4GRPOTrainer, **options,
     ):  # fmt: skip
         if not base.exists():
             make_model(layers=layers, hidden=32, intermediate=48).save_pretrained(base)
@@ -173,7 +173,7 @@ def trainer_factory(tmp_path, layers=2):
         data = prompts() if dataset is None else dataset, eval_dataset
         others = {"processing_class": tokenizer, "peft_config": peft_config, "callbacks": callbacks}
         others |= given or {}
-        return MXFP4GRPOTrainer(policy, reward, MXFP4GRPOConfig(**settings), *data, **others)
+        return kind(policy, reward, MXFP4GRPOConfig(**settings), *data, **others)
 
     return build
 

@@ -61,6 +61,7 @@ class RunStudy(StartStudy):
     rollout_scheme: str | None = option(
         None, "With full_precision: sample and evaluate under this scheme, as for hf-mxfp4 eval (w4a8, w4a4:rceil)."
     )
+    share_prompts: bool = option(False, "Compute the prompt of a group of completions once; in one process.")
     greedy_batch_size: int = option(128, "Prompts in a batch of the greedy evaluation.")
     evaluate_before: bool = option(True, "Evaluate before RL too.")
     evaluate_every_n: int = option(256, "Test problems, from the first on, of each evaluation while training.")

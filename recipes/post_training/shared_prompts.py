@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO that computes the prompt of a group once, for studies in which prompts are most of the tokens."""
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from hf_mxfp4 import MXFP4GRPOTrainer
+from hf_mxfp4.utils import replaced_method
+
+
+class SharedPromptTrainer(MXFP4GRPOTrainer):
+    """[`hf_mxfp4.MXFP4GRPOTrainer`] that computes each distinct prompt once, and the completions of a group on copies
+    of its keys and values; when it samples, and when it trains.
+
+    Log-probabilities and gradients are the same up to rounding. With 8 completions of 3 tokens to a prompt of 19, a
+    step of SmolLM2-135M takes a third of the time on a CPU core. `prompts/shared` is logged: completions to a prompt.
+
+    Raises `ValueError` for several processes, other samplers than `generate`, gradient checkpointing (which has no
+    cache), and replay of routers.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        given = {
+            "use_vllm": self.use_vllm,
+            "use_transformers_continuous_batching": self.batched_rollouts is not None,
+            "gradient_checkpointing": self.args.gradient_checkpointing,
+            "router_replay": self.routing is not None,
+            "several processes": self.accelerator.num_processes > 1,
+        }
+        refused = [name for name, is_given in given.items() if is_given]
+        if refused:
+            raise ValueError(f"share_prompts does not work with {', '.join(refused)}")
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any):
+        generate = self.model.generate
+
+        def generate_after_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any):
+            cache = self._prompt_cache(self.model, input_ids[:, :-1], attention_mask[:, :-1])
+            return generate(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, **options)
+
+        with replaced_method(self.model, "generate", generate_after_prompts):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, *args: Any, **kwargs: Any
+    ):
+        start = ids.size(1) - width - 1  # the last token of the prompt predicts the first of the completion
+        labels = ids.masked_fill(mask == 0, -100)[:, start:]
+        labels[:, 0] = -100
+        with self.accelerator.autocast():
+            cache = self._prompt_cache(model, ids[:, :start], mask[:, :start])
+            output = model(
+                input_ids=ids[:, start:],
+                attention_mask=mask,
+                position_ids=_positions(mask)[:, start:],
+                past_key_values=cache,
+                labels=labels,
+                fused_lm_head=True,
+            )
+        log_probs = output.log_probs[:, -width:]
+        self.correction.take_log_probs(log_probs)
+        return log_probs, output.entropy[:, -width:], None
+
+    def _prompt_cache(self, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> DynamicCache:
+        """Return the keys and values of prompts ``ids`` ``[B, P]``, padded on the left, each computed once."""
+        if ids.size(1) == 0:
+            raise ValueError("share_prompts needs prompts of more than one token")
+        prompts, index = torch.unique(torch.stack([ids, mask]), dim=1, return_inverse=True)
+        distinct, distinct_mask = prompts
+        cache = DynamicCache(config=model.config)
+        model(
+            input_ids=distinct,
+            attention_mask=distinct_mask,
+            position_ids=_positions(distinct_mask),
+            past_key_values=cache,
+            logits_to_keep=1,
+        )
+        cache.batch_select_indices(index)
+        if self.model.training:
+            self._record("prompts/shared", len(ids) / len(distinct))
+        return cache
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token in its sequence, as `generate` counts them; 0 for padding."""
+    return (mask.cumsum(1) - 1).clamp(min=0)

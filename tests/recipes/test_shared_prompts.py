@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`study: {share_prompts: true}`: the prompt of a group is computed once."""
+
+import pytest
+import torch
+from datasets import Dataset
+from grpo_runs import logged, rollout, trainer_factory
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4GRPOTrainer
+from hf_mxfp4.recipes.post_training.shared_prompts import SharedPromptTrainer
+
+
+#: Prompts of different lengths, so that some are padded.
+PROMPTS = Dataset.from_list([{"prompt": prompt} for prompt in ("1+2=", "10+25=", "3=", "12+12=")])
+FULL_PRECISION = {"allow_full_precision": True, "aqn": False, "dataset": PROMPTS}
+
+
+@pytest.fixture
+def build(tmp_path):
+    return trainer_factory(tmp_path)
+
+
+@pytest.fixture
+def shared(build):
+    return build(kind=SharedPromptTrainer, policy=make_model(hidden=32, intermediate=48), **FULL_PRECISION)
+
+
+def scored(trainer, kind, batch):
+    """Log-probabilities of the completions of a batch, entropies, and gradients of their sum by parameter."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    width = batch["completion_ids"].size(1)
+    log_probs, entropies, _ = kind._get_per_token_logps_and_entropies(
+        trainer, trainer.model, ids, mask, width, compute_entropy=True
+    )
+    is_completion = batch["completion_mask"].bool()
+    gradients = torch.autograd.grad(log_probs[is_completion].sum(), list(trainer.model.parameters()))
+    return log_probs[is_completion].detach(), entropies[is_completion].detach(), *gradients
+
+
+def test_log_probs_and_gradients_are_those_of_whole_sequences(shared):
+    batch = rollout(shared)
+    assert not batch["prompt_mask"].all()  # some prompt is padded
+    expected = scored(shared, MXFP4GRPOTrainer, batch)
+    torch.testing.assert_close(scored(shared, SharedPromptTrainer, batch), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_completions_are_sampled_from_the_same_distribution(shared):
+    batch = rollout(shared)
+    log_probs, *_ = scored(shared, MXFP4GRPOTrainer, batch)
+    sampled = batch["sampling_per_token_logps"][batch["completion_mask"].bool()]
+    torch.testing.assert_close(sampled, log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_default_scheme_trains_and_logs_how_many_completions_share_a_prompt(build):
+    trainer = build(kind=SharedPromptTrainer, dataset=PROMPTS, aqn=False, max_steps=2)
+    trainer.train()
+    assert logged(trainer, "prompts/shared") == {1: 4.0, 2: 4.0}
+    assert max(logged(trainer, "sampling/kl").values()) < 1e-3
+
+
+@pytest.mark.parametrize("option", ["use_transformers_continuous_batching", "gradient_checkpointing"])
+def test_what_has_no_cache_to_share_is_refused(build, option):
+    with pytest.raises(ValueError, match=f"share_prompts does not work with {option}"):
+        build(kind=SharedPromptTrainer, **{option: True})
