@@ -26,10 +26,10 @@ MANAGED = (
     "reload_check",
 )
 _KEYS = (
-    "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label mean_of_last"
+    "name output_dir seeds launcher reference task evaluation train base cells extra_cells label mean_of_last"
 ).split()
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
-_CELL_KEYS = ("label", "options", "paper", "naive", "base")
+_CELL_KEYS = ("label", "options", "paper", "base")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Cell:
     Attributes:
         options: what differs from the options that all cells share.
         paper: accuracies that the paper states in percent, by its model.
-        naive: the cell whose distance from the reference this one may recover.
         base: the checkpoint that it starts from, where that is not the grid's; "{seed}" stands for the seed of a run.
     """
 
@@ -47,7 +46,6 @@ class Cell:
     label: str
     options: Mapping[str, Any]
     paper: Mapping[str, float]
-    naive: str
     base: str | None = None
 
 
@@ -200,11 +198,10 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
                 label=cell.get("label", name),
                 options=_check_options(cell.get("options"), f"cells.{name}.options"),
                 paper=cell.get("paper", {}),
-                naive=cell.get("naive", content.get("naive", "mxfp4")),
                 base=cell.get("base"),
             )
         )
-    named = [content.get("reference", "bf16"), *(cell.naive for cell in cells), *(only or ())]
+    named = [content.get("reference", "bf16"), *(only or ())]
     check_mapping(dict.fromkeys(named), "cells", list(described))
     return [cell for cell in cells if only is None or cell.name in only]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_mxfp4.lab.evaluation.intervals import t_interval, with_interval
+from hf_mxfp4.lab.evaluation.intervals import t_interval, welch_interval, with_interval
 
 from .grid import Grid, Run
 from .runner import finished, state_of
@@ -71,7 +71,6 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "learning_rate": options.training.learning_rate,
                 "paper": dict(run.cell.paper),
                 "reference": grid.reference,
-                "naive": run.cell.naive,
                 "before": before,
                 "standard_error": _standard_error(after, n_test),
                 "n_test": n_test,
@@ -140,67 +139,55 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
     * ``before``: of the starting point under the cell's scheme, mean over seeds; `None` where it was not evaluated;
     * ``after``: mean over seeds, with the standard error of this mean (``over_seeds``, `None` for one seed) and the one
       that follows from the number of problems (``of_problems``; the seeds share the problems);
-    * ``difference``: to the reference within a seed, with the 95 % interval of [`t_interval`];
-    * ``recovered``: the share of the distance of the naive cell from the reference that this cell is above it, from
-      means over the seeds that all three have; `None` where the naive cell is not below the reference.
+    * ``difference``: ``after`` minus that of the reference, with Welch's 95 % interval over the seeds of both;
+    * ``paired``: the same within a seed, over the seeds that both have, with the 95 % interval of Student's t;
+    * ``curve`` and ``curve_difference``: mean of all evaluations while training, and as ``difference``; `None` where a
+      record has no such mean.
     """
-    by_cell: dict[str, list[Record]] = {}
-    values: dict[str, dict[int, float]] = {}
+    by_cell: dict[str, dict[int, Record]] = {}
     for record in records:
-        by_cell.setdefault(record["cell"], []).append(record)
-        values.setdefault(record["cell"], {})[record["seed"]] = record["value"]
+        by_cell.setdefault(record["cell"], {})[record["seed"]] = record
     rows = []
-    for cell, records_of_cell in by_cell.items():
-        first = records_of_cell[0]
-        by_seed = values[cell]
-        reference = values.get(first["reference"], {})
-        naive = values.get(first["naive"], {})
-
-        # Of the cell alone.
-        evaluated = [record["before"] for record in records_of_cell if record["before"] is not None]
-        before = None
-        if evaluated:
-            before = fmean(evaluated)
-        after = fmean(by_seed.values())
-        deviation = t_interval(list(by_seed.values()))["sd"]
+    for cell, by_seed in by_cell.items():
+        of_cell = list(by_seed.values())
+        first = of_cell[0]
+        values = [record["value"] for record in of_cell]
+        after = fmean(values)
+        deviation = t_interval(values)["sd"]
         over_seeds = None
         if deviation is not None:
-            over_seeds = deviation / math.sqrt(len(by_seed))
-
-        # Compared with others, which may have run with fewer seeds so far.
-        difference = None
-        recovered = None
-        if cell != first["reference"]:
-            paired = [by_seed[seed] - reference[seed] for seed in by_seed if seed in reference]
+            over_seeds = deviation / math.sqrt(len(values))
+        before = [record["before"] for record in of_cell if record["before"] is not None]
+        curves = _means_of_curves(of_cell)
+        row = {
+            **{key: first[key] for key in ("cell", "label", "reference", "paper")},
+            "seeds": sorted(by_seed),
+            "before": fmean(before) if before else None,
+            "after": after,
+            "over_seeds": over_seeds,
+            "of_problems": _standard_error(after, first["n_test"]),
+            "difference": None,
+            "paired": None,
+            "curve": fmean(curves) if curves else None,
+            "curve_difference": None,
+        }
+        reference = by_cell.get(first["reference"])
+        if reference and cell != first["reference"]:
+            row["difference"] = welch_interval([record["value"] for record in reference.values()], values)
+            paired = [by_seed[seed]["value"] - reference[seed]["value"] for seed in by_seed if seed in reference]
             if paired:
-                difference = t_interval(paired)
-            if cell != first["naive"]:
-                recovered = _recovered_share(by_seed, naive, reference)
-
-        rows.append(
-            {
-                **{key: first[key] for key in ("cell", "label", "reference", "paper")},
-                "seeds": sorted(by_seed),
-                "before": before,
-                "after": after,
-                "over_seeds": over_seeds,
-                "of_problems": _standard_error(after, first["n_test"]),
-                "difference": difference,
-                "recovered": recovered,
-            }
-        )
+                row["paired"] = t_interval(paired)
+            reference_curves = _means_of_curves(list(reference.values()))
+            if curves and reference_curves:
+                row["curve_difference"] = welch_interval(reference_curves, curves)
+        rows.append(row)
     return rows
 
 
-def _recovered_share(
-    by_seed: Mapping[int, float], naive: Mapping[int, float], reference: Mapping[int, float]
-) -> float | None:
-    """Return what [`statistics`] calls ``recovered``, from accuracies by seed."""
-    seeds = [seed for seed in by_seed if seed in naive and seed in reference]
-    lost = sum(reference[seed] - naive[seed] for seed in seeds)
-    if lost <= 0:
-        return None
-    return sum(by_seed[seed] - naive[seed] for seed in seeds) / lost
+def _means_of_curves(records: Sequence[Record]) -> list[float]:
+    """Return the mean of the curve of each run; none where one has none."""
+    means = [record.get("mean_of_curve") for record in records]
+    return [] if None in means else means
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -210,16 +197,34 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows of a grid's table, accuracies in percent; for [`markdown_table`] too."""
     rows = statistics(records)
     papers = list(dict.fromkeys(name for row in rows for name in row["paper"]))
-    columns = ["cell", "before RL", "after RL", "seeds ±", "problems ±", "minus reference", "recovered"]
+    columns = ["cell", "runs", "before RL", "after RL", "problems ±", "minus reference", "within seeds"]
+    columns += ["mean of curve", "minus reference"]
     columns += [f"paper: {name}" for name in papers]
     lines = []
     for row in rows:
-        cells = [row["label"]]
-        for key in ("before", "after", "over_seeds", "of_problems"):
-            cells.append("" if row[key] is None else f"{100 * row[key]:.1f}")
-        cells.append("" if row["difference"] is None else with_interval(row["difference"], 100, 1))
-        cells.append("" if row["recovered"] is None else f"{100 * row['recovered']:.0f} %")
+        after = f"{100 * row['after']:.1f}"
+        if row["over_seeds"] is not None:
+            after += f" ± {100 * row['over_seeds']:.1f}"
+        cells = [
+            row["label"],
+            str(len(row["seeds"])),
+            _percent(row["before"]),
+            after,
+            _percent(row["of_problems"]),
+            _difference(row["difference"]),
+            _difference(row["paired"]),
+            _percent(row["curve"]),
+            _difference(row["curve_difference"]),
+        ]
         for name in papers:
             cells.append(f"{row['paper'][name]:.1f}" if name in row["paper"] else "")
         lines.append(cells)
     return columns, lines
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def _difference(difference: Record | None) -> str:
+    return "" if difference is None else with_interval(difference, 100, 1, alone="")

@@ -128,7 +128,6 @@ def test_a_run_is_the_shared_options_and_its_own(tmp_path):
         ({"train": {"seed": 1}}, "train: seed is set for each run"),
         ({"cells": {"bf16": {}, "mxfp4": {"option": {}}}}, "cells.mxfp4 has no option 'option'"),
         ({"reference": "bf61"}, "did you mean 'bf16'"),
-        ({"cells": {"bf16": {}, "mxfp4": {"naive": "w4"}}}, "no option 'w4'"),
         ({"base": {}}, "base needs model_name_or_path"),
         ({"base": None}, "lacks base"),
         ({"cells": "nowhere.yaml"}, "nowhere.yaml"),
@@ -185,11 +184,13 @@ def test_a_cell_may_start_from_another_checkpoint(tmp_path):
 def record(cell, seed, value, **changes):
     return {
         "model": "m", "cell": cell, "label": cell.upper(), "seed": seed, "value": value, "reference": "bf16",
-        "naive": "mxfp4", "paper": {}, "before": None, "n_test": 100, **changes,
+        "paper": {}, "before": None, "n_test": 100, **changes,
     }  # fmt: skip
 
 
-#: Deviations of mbs are -4, -2 and 6 points; to bf16 -10, -12 and -8: mean -10, standard deviation 2, t(2) is 4.303.
+#: Mean and variance, in points: BF16 84 and 16, MXFP4 64 and 16, MBS 74 and 28. Welch: the standard error of MBS minus
+#: BF16 is sqrt(16/3 + 28/3) = 3.83 with 3.7 degrees of freedom, t(3) = 3.182; of MXFP4 3.27 with 4, t(4) = 2.776.
+#: Within seeds MBS minus BF16 is -10, -12 and -8: standard deviation 2, t(2) = 4.303.
 RECORDS = [
     record("bf16", 0, 0.80, before=0.5, paper={"dense": 82.0, "MoE": 91.51}), record("bf16", 1, 0.84),
     record("bf16", 2, 0.88), record("mxfp4", 0, 0.60, before=0.2, paper={"dense": 60.1, "MoE": 88.8}),
@@ -200,16 +201,28 @@ RECORDS = [
 
 def test_the_table_to_the_letter():
     assert markdown_table(*table_rows(RECORDS)) == (
-        "| cell | before RL | after RL | seeds ± | problems ± | minus reference | recovered | paper: dense | "
-        "paper: MoE |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        "| BF16 | 50.0 | 84.0 | 2.3 | 3.7 |  |  | 82.0 | 91.5 |\n"
-        "| MXFP4 | 20.0 | 64.0 | 2.3 | 4.8 | -20.0 [-20.0, -20.0] |  | 60.1 | 88.8 |\n"
-        "| MBS |  | 74.0 | 3.1 | 4.4 | -10.0 [-15.0, -5.0] | 50 % |  | 90.1 |\n"
+        "| cell | runs | before RL | after RL | problems ± | minus reference | within seeds | mean of curve | "
+        "minus reference | paper: dense | paper: MoE |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| BF16 | 3 | 50.0 | 84.0 ± 2.3 | 3.7 |  |  |  |  | 82.0 | 91.5 |\n"
+        "| MXFP4 | 3 | 20.0 | 64.0 ± 2.3 | 4.8 | -20.0 [-29.1, -10.9] | -20.0 [-20.0, -20.0] |  |  | 60.1 | 88.8 |\n"
+        "| MBS | 3 |  | 74.0 ± 3.1 | 4.4 | -10.0 [-22.2, +2.2] | -10.0 [-15.0, -5.0] |  |  |  | 90.1 |\n"
     )
-    # Nothing was lost: there is nothing to recover.
-    no_gap = [record(r["cell"], r["seed"], 0.9 if r["cell"] == "mxfp4" else r["value"]) for r in RECORDS]
-    assert [row["recovered"] for row in statistics(no_gap)] == [None] * 3
+
+
+def test_means_of_curves_are_compared_as_the_ends_are():
+    runs = [record(r["cell"], r["seed"], 0.5, mean_of_curve=r["value"]) for r in RECORDS]
+    _, _, mbs = statistics(runs)
+    assert mbs["curve"] == pytest.approx(0.74)
+    assert mbs["curve_difference"]["interval"] == pytest.approx([-0.2219, 0.0219], abs=1e-4)
+    assert mbs["difference"]["interval"] == [0, 0]
+
+
+def test_a_cell_with_other_seeds_than_the_reference_is_compared_by_its_mean():
+    runs = [record("bf16", 0, 0.8), record("bf16", 1, 0.84), record("mxfp4", 7, 0.6)]
+    _, other = statistics(runs)
+    assert other["difference"] == {"mean": pytest.approx(-0.22), "interval": None}
+    assert other["paired"] is None
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -288,7 +301,7 @@ def test_every_cell_and_seed_is_run_once_and_reported(grid, tmp_path, capsys):
     ]  # fmt: skip
     assert [r["before"] for r in records] == [0.125, 0.125, None, None]
     assert records[0]["hardware"].endswith(f", {threads} threads")
-    assert "| mxfp4 | 12.5 | 38.0 |" in (out / "table.md").read_text()
+    assert "| mxfp4 | 2 | 12.5 | 38.0 ± 0.5 |" in (out / "table.md").read_text()
 
     assert main(["--config", path]) == 0  # all there
     assert "runs 0 of 4, 1 at a time" in capsys.readouterr().out
@@ -321,7 +334,7 @@ def test_a_failed_run_is_recorded_and_tried_again(grid, tmp_path, capsys):
 def finished_run(grid, tmp_path):
     """A grid that counts the mean of two evaluations, with one run that logged three: its path, the run's folder."""
     path = Path(grid(bf16=0.75, seeds=[0]))
-    path.write_text(path.read_text() + "mean_of_last: 2\nnaive: bf16\n")
+    path.write_text(path.read_text() + "mean_of_last: 2\n")
     with pytest.raises(SystemExit, match="bf16/seed0 was evaluated 0 times"):
         main(["--config", str(path)])
     folder = tmp_path / "out" / "cells" / "bf16" / "seed0"

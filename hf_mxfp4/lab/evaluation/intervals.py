@@ -6,7 +6,7 @@ All intervals are 95 %."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,23 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
     sd = stdev(values)
     half = t_975(n - 1) * sd / math.sqrt(n)
     return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
+
+
+def welch_interval(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of ``second`` less that of ``first``, independent values, and its interval after Welch
+    (Biometrika 34, 1947), which lets their variances differ; `None` where one of them has a single value."""
+    mean = fmean(second) - fmean(first)
+    if min(len(first), len(second)) < 2:
+        return {"mean": mean, "interval": None}
+    squares = [variance(values) / len(values) for values in (first, second)]
+    error = math.sqrt(sum(squares))
+    if error == 0:
+        return {"mean": mean, "interval": [mean, mean]}
+    freedom = sum(squares) ** 2 / sum(
+        square**2 / (len(values) - 1) for square, values in zip(squares, (first, second), strict=True)
+    )
+    half = t_975(math.floor(freedom)) * error
+    return {"mean": mean, "interval": [mean - half, mean + half]}
 
 
 def with_interval(
