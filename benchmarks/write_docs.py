@@ -4,7 +4,8 @@
     python -m benchmarks.write_docs           # after a benchmark has written new records
     python -m benchmarks.write_docs --check   # exit code 1 when a table is not that of the records
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; its text comes from `benchmarks/results/*.json` alone.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a number of a sentence between `<!-- value: NAME -->`
+and `<!-- end -->`; their text comes from `benchmarks/results/*.json` alone.
 """
 
 import argparse
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .documents import errors, evidence, gpu, prepared, runs
+from .documents.values import VALUES
+from .documents.verdicts import verdicts
 from .records import PLOTS, ROOT
 
 
-MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (?:table|value): (\w+) -->\n?).*?(<!-- end -->)", re.DOTALL)
 
-#: Functions that make the tables; a marker has the name of one.
+#: Functions that make tables. A marker has the name of one, or of one of `VALUES`.
 _FUNCTIONS = (
     errors.presets,
     errors.schemes,
@@ -41,6 +44,9 @@ _FUNCTIONS = (
     runs.quantize_cpu,
     runs.packed_product_cpu,
     runs.architectures,
+    runs.two_points,
+    runs.two_points_rates,
+    verdicts,
     runs.recovery,
     runs.recovery_cpu,
     runs.recovery_rates,
@@ -49,7 +55,7 @@ _FUNCTIONS = (
     gpu.training_modelled,
     gpu.host_time,
 )
-TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in _FUNCTIONS}
+TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in _FUNCTIONS} | VALUES
 
 
 def documents() -> list[Path]:

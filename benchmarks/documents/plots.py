@@ -24,7 +24,7 @@ from .evidence import (
     of_both_operands,
     results_by_text,
 )
-from .runs import runs_at_the_best_rate
+from .runs import reported_runs
 
 
 #: Schemes in the plot of errors.
@@ -150,9 +150,11 @@ def recovery() -> Figure:
     """Draw accuracy over the steps of RL for the schemes of the first page, means over seeds."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    runs = runs_at_the_best_rate()
+    runs = reported_runs()
     for row in FIRST_PAGE:
         curves = [run["curves"]["greedy/first_line"] for run in runs if run["cell"] == row.cell]
+        if not curves:
+            continue
         steps = [step for step, _ in curves[0]]
         means = [100 * fmean(value for _, value in points) for points in zip(*curves, strict=True)]
         label = row.name.replace("*", "").partition(":")[0]

@@ -2,6 +2,7 @@
 """Tables of what runs gave and took: accuracy, time, memory, tokens; and of architectures."""
 
 from collections import Counter
+from statistics import fmean
 
 from hf_mxfp4.recipes.ablations.results import table_rows
 from hf_mxfp4.recipes.common.reporting import markdown_table
@@ -128,23 +129,66 @@ def architectures() -> str:
     return "\n".join(parts)
 
 
+#: Seeds that the learning rates of `recovery_two_points.yaml` are chosen on, which are not reported.
+TUNING_SEEDS = (100, 101)
+
+
+def reported_runs() -> list[dict]:
+    """Return the runs of `recipes/configs/recovery_two_points.yaml` that learning rates were not chosen on."""
+    return [record for record in records("recovery_two_points") if record["seed"] not in TUNING_SEEDS]
+
+
+def two_points() -> str:
+    """Return the table of RL with a declared protocol, with what ran where."""
+    return _grid_table(reported_runs())
+
+
+def two_points_rates() -> str:
+    """Return the two end points by cell and learning rate, means over the tuning seeds."""
+    by_label: dict[str, dict[float, list[dict]]] = {}
+    for record in records("recovery_two_points"):
+        if record["seed"] in TUNING_SEEDS:
+            by_label.setdefault(record["label"], {}).setdefault(record["learning_rate"], []).append(record)
+    rates = sorted({rate for of_label in by_label.values() for rate in of_label})
+    rows = []
+    for label, of_label in by_label.items():
+        cells = []
+        for rate in rates:
+            found = of_label.get(rate, [])
+            ends = " and ".join(f"{100 * fmean(r[key] for r in found):.1f}" for key in _ENDS if found)
+            cells.append(f"{ends} ({len(found)})" if found else "")
+        rows.append([label, *cells])
+    return table(["cell", *(f"{rate:g}" for rate in rates)], rows)
+
+
+_ENDS = ("value", "mean_of_curve")
+
+
 def runs_at_the_best_rate() -> list[dict]:
-    """Return the runs of `recipes/configs/recovery_smollm2.yaml` at its learning rates."""
+    """Return the runs of `recipes/configs/recovery_smollm2.yaml` at its learning rates. Their reference is BF16 from
+    dithered master weights at its best rate, because quantized policies are dithered too."""
     runs = []
     for record in records("recovery_smollm2"):
         if record["learning_rate"] == record["options"].get("learning_rate", 2e-5):
-            runs.append(record)
+            mean_of_curve = fmean(value for _, value in record["curves"]["greedy/first_line"])
+            runs.append({**record, "reference": "policy", "mean_of_curve": mean_of_curve})
     return runs
 
 
 def recovery() -> str:
-    """Return the table of RL on a real model, with what ran where."""
-    runs = [record for record in runs_at_the_best_rate() if not record["cell"].startswith("mxfp4_")]
+    """Return the table of the earlier grid, with what ran where."""
+    return _grid_table([record for record in runs_at_the_best_rate() if not record["cell"].startswith("mxfp4_")])
+
+
+def _grid_table(runs: list[dict]) -> str:
+    """Return the table of a grid under a line that says what ran where."""
+    if not runs:
+        return "Not run yet.\n"
     first = runs[0]
     minutes = sum(record["seconds"] for record in runs) / len(runs) / 60
     caption = (
-        f"**{first['model']}**: {first['shape']}; {len(runs)} runs of {minutes:.1f} minutes, 10 or 12 at a time, on "
-        f"{first['hardware']}; `{first['command']}`, {first['date']}"
+        f"**{first['model']}**: {first['shape']}; {len(runs)} runs of {minutes:.1f} minutes on {first['hardware']}; "
+        f"`{first['command']}`, {first['date']}"
     )
     return f"{caption}\n\n{markdown_table(*table_rows(runs))}"
 

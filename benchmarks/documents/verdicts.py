@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs of RL say of claims: whether one holds, does not hold, or is not resolved."""
+
+from dataclasses import dataclass
+
+from hf_mxfp4.lab.evaluation.intervals import welch_interval, with_interval
+
+from ..records import table
+from .runs import reported_runs, runs_at_the_best_rate
+
+
+#: A cell reaches another when it ends less than this below (a share, as accuracies).
+MARGIN = 0.02
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That the accuracy after RL of one cell is above another cell's, or reaches it: ends less than `MARGIN` below."""
+
+    text: str
+    cell: str
+    other: str
+    reaches: bool = True
+
+
+CLAIMS = (
+    Claim("W4A8, smoothed, reaches BF16 (ours)", "w4a8_smoothed", "bf16"),
+    Claim("W4A8, smoothed and distilled, reaches BF16 (ours)", "w4a8_distilled", "bf16"),
+    Claim("W4A4 with residuals, 8.56 bits, reaches BF16 (ours)", "default", "bf16"),
+    Claim("W4A4 distilled for H64 reaches BF16 (ours)", "w4a4_h64_distilled", "bf16"),
+    Claim("MXFP4 with MBS and OF reaches BF16 (arXiv 2605.20402, which adds AQN)", "paper_a", "bf16"),
+    Claim("MXFP4 with MBS, OF and AQN reaches BF16 (arXiv 2605.20402)", "paper_a_aqn", "bf16"),
+    Claim("MBS and OF improve plain MXFP4 (arXiv 2605.20402)", "paper_a", "mxfp4", reaches=False),
+    Claim("AQN improves MBS and OF (arXiv 2605.20402)", "paper_a_aqn", "paper_a", reaches=False),
+    Claim("AQN improves W4A8", "w4a8_smoothed_aqn", "w4a8_smoothed", reaches=False),
+    Claim("Smoothing improves W4A4 (ours)", "w4a4_smoothed", "w4a4", reaches=False),
+    Claim("Distillation improves smoothed W4A4 (ours)", "w4a4_distilled", "w4a4_smoothed", reaches=False),
+    Claim("Distillation improves smoothed W4A8 (ours)", "w4a8_distilled", "w4a8_smoothed", reaches=False),
+    Claim("FP8 reaches BF16", "w8a8", "bf16"),
+    Claim("Dithered master weights improve RL in BF16 (ours)", "bf16", "bf16_undithered", reaches=False),
+)
+
+
+def verdicts() -> str:
+    """Return a row for each claim: what the 95 % interval of the difference says, and of how many runs it is."""
+    declared = _by_cell(reported_runs())
+    earlier = _by_cell(runs_at_the_best_rate())
+    # There the reference has another name, and BF16 has no dithered masters.
+    earlier |= {"bf16": earlier["policy"], "bf16_undithered": earlier["bf16"]}
+    rows = []
+    for claim in CLAIMS:
+        for runs, where in ((declared, ""), (earlier, ", earlier grid")):
+            values = runs.get(claim.cell, [])
+            others = runs.get(claim.other, [])
+            if min(len(values), len(others)) > 1:
+                difference = welch_interval(others, values)
+                counted = f"{len(values)} and {len(others)}{where}"
+                rows.append([claim.text, _verdict(claim, difference), with_interval(difference, 100, 1), counted])
+                break
+        else:
+            rows.append([claim.text, "not resolved", "", "fewer than two runs"])
+    return table(["claim", "verdict", "difference, points", "runs"], rows)
+
+
+def _by_cell(runs: list[dict]) -> dict[str, list[float]]:
+    accuracies: dict[str, list[float]] = {}
+    for record in runs:
+        accuracies.setdefault(record["cell"], []).append(record["value"])
+    return accuracies
+
+
+def _verdict(claim: Claim, difference: dict) -> str:
+    low, high = difference["interval"]
+    least = -MARGIN if claim.reaches else 0.0
+    if low > least:
+        return "**holds**"
+    if high < least:
+        return "**does not hold**"
+    return "not resolved"

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of verdicts, from made-up runs."""
+
+import pytest
+
+from benchmarks.documents import verdicts
+
+
+def verdict(monkeypatch, claim, declared, earlier=()):
+    """The row of one claim, with accuracies by cell in the declared and in the earlier grid."""
+
+    def runs(accuracies):
+        return [{"cell": cell, "value": value} for cell, values in dict(accuracies).items() for value in values]
+
+    monkeypatch.setattr(verdicts, "CLAIMS", [claim])
+    monkeypatch.setattr(verdicts, "reported_runs", lambda: runs(declared))
+    earlier = {"policy": [], "bf16": [], **dict(earlier)}
+    monkeypatch.setattr(
+        verdicts, "runs_at_the_best_rate", lambda: runs(earlier) + runs({"policy": [0.6], "bf16": [0.5]})
+    )
+    return verdicts.verdicts().splitlines()[2]
+
+
+REACHES = verdicts.Claim("a reaches b", "a", "b")
+IMPROVES = verdicts.Claim("a improves b", "a", "b", reaches=False)
+
+
+@pytest.mark.parametrize(
+    ("claim", "a", "expected"),
+    [
+        # Welch: both standard deviations 1.41 points, standard error 1.41, 2 degrees of freedom, t 4.303: ± 6.09.
+        (REACHES, (0.64, 0.66), "| a reaches b | **holds** | +5.0 [-1.1, +11.1] | 2 and 2 |"),
+        (REACHES, (0.63, 0.65), "| a reaches b | not resolved | +4.0 [-2.1, +10.1] | 2 and 2 |"),
+        (REACHES, (0.50, 0.52), "| a reaches b | **does not hold** | -9.0 [-15.1, -2.9] | 2 and 2 |"),
+        (IMPROVES, (0.64, 0.66), "| a improves b | not resolved | +5.0 [-1.1, +11.1] | 2 and 2 |"),
+        (IMPROVES, (0.66, 0.68), "| a improves b | **holds** | +7.0 [+0.9, +13.1] | 2 and 2 |"),
+    ],
+)
+def test_the_whole_interval_decides(monkeypatch, claim, a, expected):
+    assert verdict(monkeypatch, claim, {"a": a, "b": (0.59, 0.61)}) == expected
+
+
+def test_a_single_run_resolves_nothing(monkeypatch):
+    found = verdict(monkeypatch, REACHES, {"a": (0.9,), "b": (0.1, 0.2)})
+    assert found == "| a reaches b | not resolved |  | fewer than two runs |"
+
+
+def test_the_earlier_grid_counts_where_the_declared_one_has_no_runs(monkeypatch):
+    found = verdict(monkeypatch, REACHES, {"a": (0.5,)}, {"a": (0.64, 0.66), "b": (0.59, 0.61)})
+    assert found == "| a reaches b | **holds** | +5.0 [-1.1, +11.1] | 2 and 2, earlier grid |"
