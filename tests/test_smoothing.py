@@ -28,8 +28,10 @@ FAMILIES = {
     "llama": LLAMA,
     "qwen2": LLAMA,  # biases
     "qwen3": LLAMA,  # norms of queries and keys
-    "gemma2": LLAMA,  # norms that add 1 to their weights, behind the layers too
+    "gemma": LLAMA,  # norms that add 1 to their weights
+    "gemma2": LLAMA,  # behind the layers too
     "gemma3_text": LLAMA,
+    "nemotron": (*ATTENTION, "mlp.up_proj"),  # norms that add 1, with biases
     "olmo2": ("self_attn.o_proj", "mlp.down_proj"),  # norms behind the layers alone
     "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
     "starcoder2": (*ATTENTION, "mlp.c_fc"),  # norms with biases, no gate
@@ -119,6 +121,27 @@ def test_norms_that_add_one_are_divided_where_that_is_exact():
     scaled.undo()
     assert norm.tolist() == [2.0**-30, 3.0, -0.5, 0.498046875]
     assert (reader[0] == 1).all()
+
+
+def test_gemmas_norms_behind_layers_and_of_queries_and_keys_stay():
+    model = with_outliers("gemma3_text", layers=1)
+    before = state(model)
+    smooth_model(model)
+    norms = {name for name in changed(model, before) if "norm" in name}
+    assert norms == {
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.pre_feedforward_layernorm.weight",
+    }
+
+
+def test_a_norm_with_a_gate_does_not_keep_the_others_from_being_smoothed():
+    model = with_outliers("qwen3_5_text", layer_types=["linear_attention", "full_attention"])
+    before = logits(model)
+    found = smooth_model(model)
+    linear = ("linear_attn.in_proj_qkv", "mlp.gate_proj", "mlp.down_proj")
+    names = [*(f"model.layers.0.{name}" for name in linear), *(f"model.layers.1.{name}" for name in LLAMA)]
+    assert set(found.places) == set(names)
+    assert torch.equal(logits(model), before)
 
 
 def test_what_a_dtype_cannot_hold_keeps_its_scale():

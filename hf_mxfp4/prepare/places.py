@@ -142,7 +142,8 @@ def _is_reader(module: nn.Module) -> bool:
 
 
 def _norm_offset(module: nn.Module) -> int | None:
-    """Return what a norm adds to its weight before it multiplies with it, 0 or 1; `None` for any other module."""
+    """Return what a norm adds to its weight before it multiplies with it, 0 or 1; `None` for any other module. Its
+    outputs say which."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if weight is None or weight.dim() != 1 or not parameters.keys() <= {"weight", "bias"} or any(module.children()):
@@ -153,7 +154,10 @@ def _norm_offset(module: nn.Module) -> int | None:
     def output(value: float) -> torch.Tensor:
         return torch.func.functional_call(module, {**zeros, "weight": torch.full_like(weight, value)}, x)
 
-    once = output(1.0)
+    try:
+        once = output(1.0)
+    except Exception:  # A module that needs more than one tensor, such as the gated norms of Qwen3-Next.
+        return None
     for offset in (0, 1):
         # The factor is 1 + offset before, and now twice as large.
         if torch.equal(output(2.0 + offset), 2 * once):
