@@ -5,9 +5,10 @@
         --text gsm8k/test.jsonl --samples 200
 
 Writes `benchmarks/results/evidence.json`; with ``--cores --out benchmarks/results/tensor_cores.json`` that record, of
-the schemes that tensor cores multiply and of the baselines FP8 and NVFP4. What is there already for the model and the
-text is kept, so a run that was stopped goes on, and a second text or model is a second run. All are compared with the
-checkpoint as it is, in full precision. Checkpoints are prepared on texts of ``--calibrate`` alone.
+the schemes that tensor cores multiply and of the baselines FP8 and NVFP4; with ``--schemes NAME ... --out FILE`` one of
+some schemes alone. What is there already for the model and the text is kept, so a run that was stopped goes on, and a
+second text or model is a second run. All are compared with the checkpoint as it is, in full precision. Checkpoints are
+prepared on texts of ``--calibrate`` alone.
 """
 
 import argparse
@@ -86,13 +87,17 @@ def smoothed(model: nn.Module, texts: Texts) -> None:
     smooth_model(model, texts(SMOOTHING_TEXTS))
 
 
-def variants(cores: bool) -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
-    """Yield what is done with the checkpoint, and the schemes that are measured then."""
+def variants(cores: bool, names: Sequence[str]) -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
+    """Yield what is done with the checkpoint, and the schemes that are measured then: of tensor cores, or those of
+    ``names``, or, without either, those of the evidence."""
+    if cores or names:
+        schemes = read_schemes(list(CORES if cores else names))
+        yield "as it is", lambda *_: None, schemes
+        yield "smoothed", smoothed, schemes
     if cores:
-        yield "as it is", lambda *_: None, read_schemes(list(CORES))
-        yield "smoothed", smoothed, read_schemes(list(CORES))
         weights, exact = read_schemes([f"w4a16:{OURS}_fp8", f"w4a8:{OURS}_fp8"])
         yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), [with_rotation(exact)]
+    if cores or names:
         return
     weights = read_schemes([f"w4a16:{OURS}"])[0]
     yield "as it is", lambda *_: None, [*read_schemes(list(AS_IT_IS)), *rotated((OURS,))]
@@ -152,6 +157,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="what is predicted: JSON lines or plain text")
     parser.add_argument("--samples", type=int, default=200, help="texts or windows to predict")
     parser.add_argument("--cores", action="store_true", help="the schemes of tensor cores alone; give --out too")
+    parser.add_argument("--schemes", nargs="+", default=[], help="these alone, as it is and smoothed; give --out too")
     run(parser.parse_args())
 
 
@@ -164,6 +170,8 @@ def run(options: argparse.Namespace) -> None:
     )
     if options.cores:
         command += " --cores"
+    if options.schemes:
+        command += f" --schemes {' '.join(options.schemes)}"
     records = recorded(options.out)
     done = {(r["variant"], r["name"]) for r in records if r["model"] == name and r["command"] == command}
     original = load(str(options.model), "bfloat16")
@@ -173,7 +181,7 @@ def run(options: argparse.Namespace) -> None:
         source = TextOptions(str(options.calibrate), samples=count)
         return source.tokens(original.tokenizer, source.read())
 
-    for variant, prepare, schemes in variants(options.cores):
+    for variant, prepare, schemes in variants(options.cores, options.schemes):
         missing = [scheme for scheme in schemes if (variant, scheme.name) not in done]
         if not missing:
             continue
