@@ -37,6 +37,8 @@ _RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_l
 _LARGEST = 20.0
 #: Warn when the effective sample size of the weights is below this share of the sequences (or tokens).
 _FEW = 0.3
+#: Positions in a completion, the first and the last of each range, that the divergence is measured at apart.
+_POSITIONS = [(1, 4), *((2**power + 1, 2 ** (power + 1)) for power in range(2, 20))]
 
 
 # ---- generation ---------------------------------------------------------------------------------------------------
@@ -288,11 +290,12 @@ class MismatchSums:
         weights = limit_ratios(weighted, mode, cap).to(exact)
         log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
+        divergence = ratio - 1 - log_ratio  # the k3 estimator
         sums = {
             "tokens": torch.ones_like(ratio),
             "ratios": ratio,
             "squared ratios": ratio.square(),
-            "kl": ratio - 1 - log_ratio,  # the k3 estimator
+            "kl": divergence,
             "differences": log_ratio.abs(),
             "sequences": torch.ones_like(sequence_ratio),
             "sequence ratios": sequence_ratio,
@@ -302,6 +305,10 @@ class MismatchSums:
             "weights": weights,
             "squared weights": weights.square(),
         }
+        at_positions = torch.zeros(mask.shape, dtype=exact, device=mask.device).masked_scatter(mask, divergence)
+        for first, last in _POSITIONS:
+            sums[f"tokens {first}-{last}"] = mask[:, first - 1 : last].to(exact)
+            sums[f"kl {first}-{last}"] = at_positions[:, first - 1 : last]
         maxima = {"negative smallest ratio": -ratio, "largest ratio": ratio, "largest difference": log_ratio.abs()}
         values = [value.sum() for value in sums.values()]
         # A batch may have no token, of which there would be no maximum.
@@ -323,6 +330,13 @@ class MismatchSums:
             # Weights that are all alike and next to nothing count for little, too: no more than their mean.
             share = total["weights"] ** 2 / (total["weighted"] * total["squared weights"])
             effective = min(share, total["weights"] / total["weighted"])
+        by_position = {}
+        for first, last in _POSITIONS:
+            n_tokens = total[f"tokens {first}-{last}"]
+            if n_tokens:
+                by_position[f"sampling/kl/{first}-{last}"] = total[f"kl {first}-{last}"] / n_tokens
+        if len(by_position) == 1:
+            by_position = {}
         by_sequence = total["sequence ratios"] ** 2 / (total["sequences"] * total["squared sequence ratios"])
         return {
             "sampling/importance_sampling_ratio/min": -total["negative smallest ratio"],
@@ -335,4 +349,5 @@ class MismatchSums:
             "sampling/effective_sample_size": total["ratios"] ** 2 / (total["tokens"] * total["squared ratios"]),
             "sampling/effective_sample_size_sequence": by_sequence,
             "sampling/effective_sample_size_weights": effective,
+            **by_position,
         }

@@ -15,7 +15,7 @@ from .runner import finished, state_of
 
 
 Record = Mapping[str, Any]
-#: What records keep of what a run logged, beside its greedy evaluations.
+#: What records keep of what a run logged, beside its greedy evaluations and the mismatch by position.
 LOGGED = ("reward", "entropy", "sampling/kl", "grad_norm")
 
 
@@ -84,14 +84,14 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
 
 
 def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return what a run logged of the values in `LOGGED`, with four digits."""
+    """Return what a run logged of the values in `LOGGED`, of evaluations, and by position, with four digits."""
     curves: dict[str, list[tuple[int, float]]] = {}
     file = folder / "log_history.json"
     if not file.is_file():
         return curves
     for entry in json.loads(file.read_text()):
         for name, value in entry.items():
-            if value is not None and (name in LOGGED or name.startswith("greedy/")):
+            if value is not None and (name in LOGGED or name.startswith(("greedy/", "sampling/kl/"))):
                 curves.setdefault(name, []).append((entry["step"], float(f"{value:.4g}")))
     return curves
 

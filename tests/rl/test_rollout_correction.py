@@ -73,6 +73,21 @@ def test_measures_by_hand():
     assert measured(torch.zeros(2, 3), torch.zeros(2, 3)) == {}
 
 
+def test_the_divergence_is_measured_by_position():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    ratios = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.5, 1.0], [1.0] * 6])
+    found = measured(ratios.log(), mask)
+    by_position = {name: value for name, value in found.items() if name.startswith("sampling/kl/")}
+    # w - 1 - log w: 0.306853 of the second of seven tokens, 0.193147 of the first of two.
+    expected = {"sampling/kl/1-4": 0.306853 / 7, "sampling/kl/5-8": 0.193147 / 2}
+    assert by_position == pytest.approx(expected, rel=1e-4)
+    assert list(by_position) == list(expected)
+
+
+def test_completions_of_four_tokens_have_no_divergence_by_position():
+    assert not [name for name in measured(torch.ones(2, 4)) if name.startswith("sampling/kl/")]
+
+
 def test_measures_do_not_depend_on_how_tokens_are_spread_over_processes():
     torch.manual_seed(0)
     mask = torch.rand(8, 5) > 0.3
