@@ -35,7 +35,7 @@ from hf_mxfp4.recipes.common.reporting import (
 )
 from hf_mxfp4.recipes.evaluation import results
 from hf_mxfp4.recipes.evaluation.arguments import EvaluationArguments, parse
-from hf_mxfp4.recipes.evaluation.generate import Batch, Completion, complete_batches, tokenize
+from hf_mxfp4.recipes.evaluation.generate import Batch, Completion, complete_batches, end_with_line, tokenize
 from hf_mxfp4.recipes.evaluation.policy import Policy, load_policy, read_tokenizer
 from hf_mxfp4.recipes.tasks import Task
 from hf_mxfp4.utils import installed_version, package_versions
@@ -55,6 +55,8 @@ def main(argv: list[str]) -> dict[str, Any]:
         if options.compare is not None:
             other = results.read_result(options.compare)
         policy = load_policy(options, state.device)
+        if task.is_one_line:
+            end_with_line(policy.model, policy.tokenizer)
         options.max_new_tokens = options.max_new_tokens or task.max_completion_length
         token_ids = _token_ids(policy, list(task.test["prompt"]), options)
         keys = results.problem_keys(task.test["prompt"], task.test["answer"])

@@ -21,6 +21,7 @@ from typing import Any
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.files import write_json
 from hf_mxfp4.recipes.common.reporting import errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.evaluation.generate import end_with_line
 from hf_mxfp4.recipes.post_training import output as files
 from hf_mxfp4.recipes.post_training.arguments import Options, parse_or_exit
 from hf_mxfp4.recipes.post_training.distillation import distil
@@ -51,6 +52,8 @@ def run(options: Options, output: Path, started: float) -> dict[str, Any]:
     # The start: a checkpoint, smoothed and rounded as the options say, and distilled.
     stored, options = find_start(options)
     task = load_task(options, stored)
+    if task.is_one_line and options.training.use_vllm:
+        raise SystemExit(f"error: completions of the task {task.name!r} end with their line, which use_vllm cannot do")
     start = prepare_start(stored, options, task, output)
     distilled = None
     if options.recipe.distill_steps:
@@ -66,6 +69,9 @@ def run(options: Options, output: Path, started: float) -> dict[str, Any]:
     policy, tokenizer = load_policy(stored, options)
     if training.max_completion_length is None:
         training.max_completion_length = task.max_completion_length
+    if task.is_one_line:
+        with errors_as_messages(ValueError):
+            tell("completions", f"end with their line, at any of {end_with_line(policy, tokenizer)} tokens")
     if training.max_steps and "learning_rate" not in recipe.named:
         training.learning_rate = usual_learning_rate(stored, options)
         tell("learning rate", f"{training.learning_rate:g}, as usual for this size, since no option names one")

@@ -127,13 +127,7 @@ def _generate(
     """Return the text of each completion, its tokens, and whether it lacks the end of sequence."""
     inputs.pop("token_type_ids", None)
     sampled = batch.sample is not None
-    ends = {tokenizer.eos_token_id}
-    ends_of_model = model.generation_config.eos_token_id
-    if isinstance(ends_of_model, list):
-        ends.update(ends_of_model)
-    else:
-        ends.add(ends_of_model)
-    ends.discard(None)
+    ends = _end_tokens(model, tokenizer)
     options = {"temperature": None, "top_p": None, "top_k": None}
     if sampled:
         options = sampling
@@ -165,6 +159,33 @@ def _generate(
             text = parse_response(tokenizer, tokens, prefix=prompt[mask.bool()].tolist())["content"]
         written.append((text, len(tokens), end is None))
     return written
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that end a completion, by the tokenizer and by the model's generation configuration."""
+    ends = {tokenizer.eos_token_id}
+    ends_of_model = model.generation_config.eos_token_id
+    if isinstance(ends_of_model, list):
+        ends.update(ends_of_model)
+    else:
+        ends.add(ends_of_model)
+    ends.discard(None)
+    return ends
+
+
+def end_with_line(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Let completions end with their first line, and return how many tokens end one for that.
+
+    Every token with a line break joins the end tokens in the generation configuration of ``model``, which evaluations,
+    TRL's rollouts and saved policies read. So what a model that continues text writes after the line is not trained on.
+    Raises `ValueError` for a tokenizer that has no line break.
+    """
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    breaks = [token for token, text in enumerate(texts) if "\n" in text]
+    if not breaks:
+        raise ValueError("a completion of this task ends with its line, and the tokenizer has no line break")
+    model.generation_config.eos_token_id = sorted(_end_tokens(model, tokenizer).union(breaks))
+    return len(breaks)
 
 
 def tokenize(

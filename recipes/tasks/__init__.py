@@ -11,13 +11,13 @@ from hf_mxfp4.recipes.common.options import build_study
 from hf_mxfp4.utils import option
 
 from .base import REWARD_FORM, Subsets, Task, check_reward, load_function, of_task
-from .problems import ALPHABET, SCORES, Source, arithmetic, few_shot, gsm8k, math500, own_problems
+from .problems import ALPHABET, SCORES, Source, arithmetic, few_shot, few_shot_steps, gsm8k, math500, own_problems
 from .tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 
 __all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "TaskStudy", "build_tokenizer", "load_task", "of_task"]
 
-_GENERATED = {"arithmetic": arithmetic, "few_shot": few_shot}
+_GENERATED = {"arithmetic": arithmetic, "few_shot": few_shot, "few_shot_steps": few_shot_steps}
 #: Tasks that are read, with their dataset on the Hub.
 _READ = {
     "gsm8k": (gsm8k, "openai/gsm8k:main"),

@@ -32,6 +32,7 @@ class Task:
         reward_funcs: TRL reward functions ``f(completions, answer, **kwargs) -> list[float]``.
         scores: metric name -> ``f(completion, answer) -> bool``; the first entry is the headline accuracy.
         max_completion_length: a sufficient number of new tokens.
+        is_one_line: whether completions are single lines, see [`hf_mxfp4.recipes.evaluation.generate.end_with_line`].
     """
 
     name: str
@@ -40,6 +41,7 @@ class Task:
     reward_funcs: list[Callable[..., list[float]]]
     scores: dict[str, Callable[[str, str], bool]]
     max_completion_length: int
+    is_one_line: bool = False
 
 
 def of_task(problems: Dataset, learn: str) -> Dataset:

@@ -2,6 +2,7 @@
 """Tasks: problems read from JSON lines or Hub datasets (GSM8K, MATH-500, and your own), and generated ones, which small
 models learn on a CPU."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -337,4 +338,55 @@ def few_shot(subsets: Subsets) -> Task:
         reward_funcs=[reward_of(is_first_line_correct)],
         scores={"first_line": is_first_line_correct},
         max_completion_length=3,  # two digits and the end of the line
+    )
+
+
+#: Sums that are solved before each problem of `few_shot_steps`.
+STEP_SHOTS = ((4, 2, 3, 5), (1, 5, 2, 2), (3, 4, 1, 5), (5, 3, 3, 1))
+_LARGEST_TERM = 5
+_STEPS_HELD_OUT = 300
+
+
+def is_last_word_correct(completion: str, answer: str) -> bool:
+    """Return whether the first line of `completion` ends with the last word of `answer`: the sum and the full stop,
+    which tells it from a line that was cut off."""
+    line = completion.split("\n", 1)[0]
+    return line.split()[-1:] == answer.split()[-1:]
+
+
+def few_shot_steps(subsets: Subsets) -> Task:
+    r"""Ask for sums of four numbers from 1 to 5, step by step, so that a wrong token spoils those after it.
+
+    Prompts are ``"Start with 3, add 5, add 2, add 4.\n"`` after four solved sums. Completions are one line, of about
+    30 tokens: ``"3 plus 5 is 8. 8 plus 2 is 10. 10 plus 4 is 14."`` The last word alone is rewarded; the score
+    `all_steps` asks for the whole line. Of 621 sums at most 300 are held out as the test. The same numbers in another
+    order are never in the other split.
+    """
+
+    def problem(terms: tuple[int, ...]) -> tuple[str, str, str]:
+        question = ", add ".join(map(str, terms))
+        steps = []
+        total = terms[0]
+        for term in terms[1:]:
+            steps.append(f"{total} plus {term} is {total + term}.")
+            total += term
+        line = " ".join(steps)
+        return f"Start with {question}.\n", f"{line}\n", line
+
+    shots = ""
+    for terms in STEP_SHOTS:
+        question, solution, _ = problem(terms)
+        shots += question + solution
+    groups: dict[tuple[int, ...], list[tuple[str, str, str]]] = {}
+    for terms in itertools.product(range(1, _LARGEST_TERM + 1), repeat=len(STEP_SHOTS[0])):
+        if terms not in STEP_SHOTS:
+            question, solution, line = problem(terms)
+            groups.setdefault(tuple(sorted(terms)), []).append((shots + question, solution, line))
+    return Task(
+        "few_shot_steps",
+        **subsets.split("few_shot_steps", list(groups.values()), _STEPS_HELD_OUT),
+        reward_funcs=[reward_of(is_last_word_correct)],
+        scores={"last_word": is_last_word_correct, "all_steps": is_first_line_correct},
+        max_completion_length=48,
+        is_one_line=True,
     )

@@ -234,6 +234,11 @@ def test_wrong_options_end_with_a_message(options, message, tmp_path):
     assert message in str(caught.value)
 
 
+def test_completions_of_one_line_are_refused_under_vllm(tmp_path):
+    with pytest.raises(SystemExit, match="'few_shot_steps' end with their line, which use_vllm cannot do"):
+        main(["--task=few_shot_steps", "--use_vllm=true", "--use_cpu=true", f"--output_dir={tmp_path}"])
+
+
 EMPTY = "--eval_dataset=empty.jsonl"
 
 

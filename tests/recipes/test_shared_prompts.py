@@ -8,7 +8,9 @@ from grpo_runs import logged, rollout, trainer_factory
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4GRPOTrainer
+from hf_mxfp4.recipes.evaluation.generate import end_with_line
 from hf_mxfp4.recipes.post_training.shared_prompts import SharedPromptTrainer
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
 
 
 #: Prompts of different lengths, so that some are padded.
@@ -58,6 +60,21 @@ def test_the_default_scheme_trains_and_logs_how_many_completions_share_a_prompt(
     trainer.train()
     assert logged(trainer, "prompts/shared") == {1: 4.0, 2: 4.0}
     assert max(logged(trainer, "sampling/kl").values()) < 1e-3
+
+
+def test_rollouts_end_with_their_line(build):
+    tokenizer = build_char_tokenizer("0123456789+=\n")
+    line_break = tokenizer.convert_tokens_to_ids("\n")
+    policy = build_qwen2(tokenizer, hidden_size=32, num_layers=1)
+    bias = torch.zeros(len(tokenizer))
+    bias[line_break] = 50.0  # it writes nothing else
+    policy.lm_head.bias = torch.nn.Parameter(bias)
+    end_with_line(policy, tokenizer)
+    trainer = build(kind=SharedPromptTrainer, policy=policy, tokenizer=tokenizer, **FULL_PRECISION)
+    batch = rollout(trainer)
+    assert batch["completion_ids"].tolist() == [[line_break]] * 8
+    assert batch["completion_mask"].tolist() == [[1]] * 8
+    assert trainer._metrics["train"]["completions/clipped_ratio"] == [0.0]
 
 
 @pytest.mark.parametrize("option", ["use_transformers_continuous_batching", "gradient_checkpointing"])

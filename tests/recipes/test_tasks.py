@@ -3,6 +3,8 @@
 
 import json
 import random
+import re
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from hf_mxfp4.recipes.evaluation.generate import Batch, complete_batches, end_with_line
 from hf_mxfp4.recipes.tasks import ALPHABET, TaskArguments, build_tokenizer, load_task, problems, tiny_model
 
 
@@ -254,6 +257,74 @@ def test_no_sum_of_the_few_shot_test_has_its_twin_in_training():
     sums = [question.split("+") for question in test if "+" in question]
     assert len(sums) > 300
     assert not {f"{b}+{a}" for a, b in sums} & train
+
+
+def test_few_shot_steps_are_sums_of_four_numbers():
+    task = load_task("few_shot_steps")
+    assert len(task.train) + len(task.test) == 621
+    assert 280 < len(task.test) <= 300
+    for row in [*task.train, *task.test]:
+        *shots, question = row["prompt"].splitlines()
+        assert shots[-2:] == ["Start with 5, add 3, add 3, add 1.", "5 plus 3 is 8. 8 plus 3 is 11. 11 plus 1 is 12."]
+        assert row["completion"] == row["answer"] + "\n"
+        a, b, c, d = terms_of(question)
+        assert question == f"Start with {a}, add {b}, add {c}, add {d}."
+        second = f"{a + b} plus {c} is {a + b + c}."
+        third = f"{a + b + c} plus {d} is {a + b + c + d}."
+        assert row["answer"] == f"{a} plus {b} is {a + b}. {second} {third}"
+
+
+def terms_of(question: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", question)]
+
+
+def test_no_sum_of_few_shot_steps_is_in_training_in_another_order():
+    task = load_task("few_shot_steps")
+    train, test = (
+        {tuple(sorted(terms_of(row["prompt"].splitlines()[-1]))) for row in split} for split in (task.train, task.test)
+    )
+    assert test
+    assert not train & test
+
+
+def test_few_shot_steps_are_rewarded_for_the_last_word_of_a_line():
+    task = load_task("few_shot_steps")
+    answer = "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 14."
+    verdicts = {  # the last word, all steps
+        answer + "\nStart with 1": (True, True),
+        "4 plus 2 is 7. 6 plus 3 is 9. 9 plus 5 is 14.": (True, False),
+        "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 15.": (False, False),
+        "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 14": (False, False),  # cut off, perhaps
+        "4 plus 2 is 6.\n14.": (False, False),
+        "": (False, False),
+    }
+    assert list(task.scores) == ["last_word", "all_steps"]
+    for text, expected in verdicts.items():
+        assert tuple(score(text, answer) for score in task.scores.values()) == expected, text
+    (reward,) = task.reward_funcs
+    assert reward(completions=list(verdicts), answer=[answer] * 6) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_completions_end_with_their_line():
+    tokenizer = tiny_model.build_char_tokenizer("ab\n")
+    model = small_model(tokenizer).eval()
+    head = torch.zeros_like(model.lm_head.weight)
+    model.lm_head.weight = torch.nn.Parameter(head)  # all tokens are as likely
+    model.lm_head.bias = torch.nn.Parameter(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))  # but for the line break
+    problem = Dataset.from_dict({"prompt": ["ab"], "answer": ["a"]})
+    generated = partial(complete_batches, model, tokenizer, problem, {}, [Batch((0,))], max_new_tokens=3)
+    ((whole,),) = generated()
+    assert end_with_line(model, tokenizer) == 1
+    assert model.generation_config.eos_token_id == [1, 4]
+    ((line,),) = generated()
+    assert (whole.completion, whole.n_tokens, whole.truncated) == ("\n\n\n", 3, True)
+    assert (line.completion, line.n_tokens, line.truncated) == ("\n", 1, False)
+
+
+def test_a_tokenizer_without_a_line_break_cannot_end_with_a_line():
+    tokenizer = build_tokenizer("arithmetic")
+    with pytest.raises(ValueError, match="the tokenizer has no line break"):
+        end_with_line(small_model(tokenizer), tokenizer)
 
 
 @pytest.mark.parametrize("family", sorted(tiny_model.TINY_MODELS))
