@@ -106,6 +106,21 @@ def test_cells_of_two_points_have_dithered_masters_and_their_schemes():
     assert not set(grid.seeds) & {100, 101}
 
 
+def test_cells_of_steps_differ_from_those_of_two_points_in_their_task_alone():
+    steps = read_grid(CONFIGS / "recovery_steps.yaml", options={"evaluate_n": 8})
+    two_points = read_grid(CONFIGS / "recovery_two_points.yaml", options={"evaluate_n": 8})
+    options_of = {cell.name: cell.options for cell in two_points.cells}
+    assert [cell.name for cell in steps.cells] == ["bf16", "w4a8_smoothed", "w4a8_distilled", "mxfp4"]
+    for cell in steps.cells[1:]:
+        assert cell.options == options_of[cell.name]
+    for run in steps.runs:
+        options = run.parse()
+        assert options.recipe.task == "few_shot_steps"
+        assert options.training.max_completion_length == 48
+        assert options.recipe.study.share_prompts
+        assert options.recipe.study.dither_masters == (run.cell.name == "bf16")
+
+
 def test_a_run_is_the_shared_options_and_its_own(tmp_path):
     grid = read_grid(write(tmp_path / "grid.yaml", train={"learning_rate": 1e-5, "macro_block": 64, "use_cpu": True}))
     runs = list(grid.runs)
@@ -342,7 +357,7 @@ def finished_run(grid, tmp_path):
         {"step": 1, "reward": 0.51239, "loss": 1.0},
         {"step": 1, "greedy/strict": 0.125, "entropy": None},
         {"step": 2, "greedy/strict": 0.25},
-        {"step": 3, "greedy/strict": 0.375},
+        {"step": 3, "greedy/strict": 0.375, "sampling/kl/5-8": 0.01},
     ]
     (folder / "log_history.json").write_text(json.dumps(logged))
     return str(path), folder
@@ -356,7 +371,8 @@ def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(finished_run, tmp_p
     assert record["mean_of_curve"] == 0.25
     assert record["shape"] == "16 problems, 3 GRPO steps"
     assert record["standard_error"] == pytest.approx(0.11588, abs=1e-5)  # sqrt(.3125 * .6875 / 16)
-    assert record["curves"] == {"reward": [[1, 0.5124]], "greedy/strict": [[1, 0.125], [2, 0.25], [3, 0.375]]}
+    greedy = [[1, 0.125], [2, 0.25], [3, 0.375]]
+    assert record["curves"] == {"reward": [[1, 0.5124]], "greedy/strict": greedy, "sampling/kl/5-8": [[3, 0.01]]}
 
 
 def test_evaluations_while_a_run_trained_may_be_on_fewer_problems(finished_run, tmp_path):
