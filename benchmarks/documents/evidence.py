@@ -199,8 +199,6 @@ def evidence_claims() -> str:
     """Return differences of two schemes on each model and text, and whether they hold."""
     model = records("evidence")[0]["model"]
     columns = {f"{model}, {short_text(text)}: KL": results for text, results in results_by_text().items()}
-    encoder = records("encoder_evidence")
-    columns[f"{encoder[0]['model']}: 1 - cos"] = {(record["variant"], record["name"]): record for record in encoder}
     rows = []
     for claim in CLAIMS:
         row = [claim.text]
@@ -220,9 +218,9 @@ def _verdict(better: Record, worse: Record) -> str:
 
     The two count as measured on different texts, which makes the interval too wide.
     """
-    low, low_error = _loss_and_error(better)
-    high, high_error = _loss_and_error(worse)
-    error = 1.96 * math.hypot(low_error, high_error)
+    low = better["kl"]
+    high = worse["kl"]
+    error = 1.96 * math.hypot(better["kl_standard_error"], worse["kl_standard_error"])
     if low + error < high:
         verdict = "holds"
     elif low - error > high:
@@ -230,12 +228,6 @@ def _verdict(better: Record, worse: Record) -> str:
     else:
         verdict = "not told apart"
     return f"{verdict}: {high:.4g} -> {low:.4g} (± {error:.2g})"
-
-
-def _loss_and_error(record: Record) -> tuple[float, float]:
-    if "kl" in record:
-        return record["kl"], record["kl_standard_error"]
-    return record["value"], record["standard_error"]
 
 
 def by_scheme(results: Results) -> dict[str, dict[str, Record]]:

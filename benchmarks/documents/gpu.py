@@ -11,14 +11,12 @@ from ..records import RESULTS, records, table
 def gpu(folder: Path = RESULTS) -> str:
     """Return a table for each section of records, grouped by hardware, commit and date.
 
-    A section is what names of records begin with. The command that a record names exists at its commit. Estimates of a
-    model are left out. Raises `ValueError` for records of interpreted or tiny runs.
+    A section is what names of records begin with. The command that a record names exists at its commit. Raises
+    `ValueError` for records of interpreted or tiny runs.
     """
     places: dict[str, dict[str, list[dict]]] = {}
     for path in sorted(folder.glob("gpu_*.json")):
         for record in json.loads(path.read_text()):
-            if record.get("kind") == "modelled":
-                continue
             if record["tiny"] or record["hardware"] == INTERPRETER:
                 raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
             place = f"On {record['hardware']}; commit {record['commit']}, {record['date']}:\n"

@@ -7,33 +7,13 @@ from statistics import fmean, stdev
 from hf_mxfp4.lab.evaluation.intervals import ratio_of_sums
 
 from ..records import records, table
-from .evidence import Record, bits_cell, kl_cell, short_text
+from .evidence import Record, short_text
 
 
 #: Calibrations that need no data, as records name them.
 WITHOUT_DATA = ("own samples", "random ids")
 #: Held-out texts of distillation, by the name in records.
 DISTILLED_ON = {"test": "GSM8K test", "python_topics": "Python topics"}
-
-
-def smoothing() -> str:
-    """Return a row for each scheme, and what it loses by strength."""
-    by_scheme: dict[str, dict[object, Record]] = {}
-    for record in records("smoothing"):
-        if "@" not in record["name"]:  # residuals of selected blocks, which schemes had once
-            by_scheme.setdefault(record["name"], {})[record["strength"]] = record
-    first = records("smoothing")[0]
-    strengths = list(by_scheme[first["name"]])
-    rows = []
-    for name, by_strength in by_scheme.items():
-        row = [name, bits_cell(by_strength[strengths[0]]["bits"])]
-        for strength in strengths:
-            record = by_strength[strength]
-            row.append(f"{kl_cell(record)} ({record['value']:.2f})")
-        rows.append(row)
-    columns = [f"strength {strength}" if isinstance(strength, float) else "as it is" for strength in strengths]
-    note = f"KL in nats per token ± standard error (perplexity; {first['baseline']:.2f} in bfloat16), {first['model']}."
-    return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{note}\n"
 
 
 def preparation() -> str:
@@ -105,23 +85,3 @@ def distillation() -> str:
             row.append(f"{record['perplexity_before']:.2f} → {record['value']:.2f}")
         rows.append(row)
     return table(columns, rows)
-
-
-def gguf_perplexity() -> str:
-    """Return a row for each GGUF file, next to BF16."""
-    found = records("gguf_perplexity")
-    rows = [["BF16", "16", f"{found[0]['baseline']:.2f}", "1", "", "", ""]]
-    for record in found:
-        rows.append(
-            [
-                record["name"],
-                bits_cell(record["bits_per_weight"]),
-                f"{record['value']:.2f}",
-                f"{record['ratio']:.3f}",
-                f"{record['nats_to_bf16']:+.3f} ± {record['standard_error']:.3f}",
-                f"{record['divergence']:.3f}",
-                f"{record['same_top_percent']:.1f}",
-            ]
-        )
-    columns = ["file", "bits per weight of the layers", "perplexity", "over BF16", "nats per token to BF16"]
-    return table([*columns, "divergence, nats", "same likeliest token, %"], rows)

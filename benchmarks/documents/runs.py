@@ -28,22 +28,6 @@ def demo() -> str:
     return table(["seed", "before RL", "after RL", "gain"], rows)
 
 
-def vllm_agreement() -> str:
-    """Return how far log-probabilities of vLLM are from ours, next to what the last bits of sums do to them."""
-    rows = []
-    for record in records("vllm_agreement"):
-        row = [record["scheme"]]
-        for key in ("vllm", "last_bits"):
-            differences = record[key]
-            row.append(f"{differences['median']:.1e}")
-            row.append(f"{differences['max']:.1e}")
-            row.append(f"{100 * differences['beyond_1e-3']:.1f}")
-        row.append(f"{record['quantization']['median']:.2f}")
-        rows.append(row)
-    columns = ["scheme", "vLLM: median", "max", "beyond 1e-3, %", "last bits: median", "max", "beyond 1e-3, %"]
-    return table([*columns, "quantization, median"], rows)
-
-
 def memory() -> str:
     """Return megabytes of each part of a training step, by mode and checkpointing."""
     parts = ("weights", "gradients", "optimizer", "saved", "peak")
@@ -75,37 +59,6 @@ def pretrain() -> str:
         )
     columns = ["arm", "quantized operands", "more tokens, %", "seeds", "loss above the baseline's"]
     return table([*columns, "paper: more tokens"], rows)
-
-
-def quantize_cpu() -> str:
-    """Return speeds of quantization on a CPU, of the largest matrix."""
-    left_out = ("fouroversix", "microxcaling", "searched", "dequantize")
-    rows = []
-    for record in records("quantize_cpu"):
-        if record["shape"][0] != 4096 or any(name in record["name"] for name in left_out):
-            continue
-        operation, contender = record["name"].split(" / ")
-        rows.append([operation, contender, f"{record['value']:.3g}", f"{record['ratio']:.2f}"])
-    return table(["operation", "contender", "GB/s", "time / ours"], rows)
-
-
-def packed_product_cpu() -> str:
-    """Return the largest weight on one thread, by rows and contender."""
-    largest = []
-    for record in records("packed_product_cpu"):
-        if record["threads"] == 1 and record["shape"][1:] == [4096, 14336]:
-            largest.append(record)
-    by_count: dict[int, dict[str, str]] = {}
-    for record in largest:
-        text = f"{record['value']:.2f}"
-        if record["ratio"] != 1:
-            text += f" ({record['ratio']:.2f})"
-        by_count.setdefault(record["shape"][0], {})[record["name"]] = text
-    rows = []
-    for name in dict.fromkeys(record["name"] for record in largest):
-        rows.append([name, *(cells[name] for cells in by_count.values())])
-    columns = ["1 row" if count == 1 else f"{count} rows" for count in by_count]
-    return f"{table(['', *columns], rows)}\n{largest[0]['hardware']}, {largest[0]['date']}\n"
 
 
 def architectures() -> str:

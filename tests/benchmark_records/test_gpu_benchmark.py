@@ -312,14 +312,6 @@ def test_a_table_of_what_was_measured(tmp_path):
     assert "Not measured: decode / 4 rows 4096x4096: no time left" in text
 
 
-def test_modelled_numbers_are_in_no_table(tmp_path):
-    put(tmp_path, "gpu_modelled", measured(kind="modelled", name="decode / 2 rows"))
-    put(tmp_path, "gpu_decode", measured())
-    text = tables.gpu(tmp_path)
-    assert "1 rows" in text
-    assert "2 rows" not in text
-
-
 @pytest.mark.parametrize("changed", [{"hardware": INTERPRETER}, {"tiny": True}])
 def test_interpreted_and_tiny_runs_are_never_published(tmp_path, changed):
     put(tmp_path, "gpu_decode", measured(**changed))
