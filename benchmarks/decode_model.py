@@ -11,8 +11,6 @@ Attention, norms and the host are left out: they take the same time everywhere, 
 
 from typing import NamedTuple
 
-from hf_mxfp4.recipes.common.reporting import source_commit
-
 from .records import made, option_parser, records, write
 
 
@@ -67,7 +65,7 @@ def main() -> None:
     """Print the modelled times and write records."""
     options = option_parser(__doc__, "decode_modelled").parse_args()
     common = made("python -m benchmarks.decode_model", (), "none: modelled from products on an H100")
-    common |= {"kind": "modelled", "commit": source_commit(), "ceiling_fraction": None}
+    common |= {"kind": "modelled", "ceiling_fraction": None}
     found = []
     for model, sizes in MODELS.items():
         times = step_seconds(sizes)

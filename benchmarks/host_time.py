@@ -32,7 +32,6 @@ from triton.compiler.compiler import CompiledKernel
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, pack
 from hf_mxfp4.ops import quantization
-from hf_mxfp4.recipes.common.reporting import source_commit
 from mxfp4_kernels.decode import product
 from tests.compiled_launches import without_machine_code
 
@@ -246,7 +245,7 @@ def main() -> None:
             times[name], counts[name] = compiled_step(kind == "packed")
     baseline, *_ = times.values()
     packages = ("torch", "triton", "transformers")
-    common = made("python -m benchmarks.host_time", packages) | {"commit": source_commit()}
+    common = made("python -m benchmarks.host_time", packages)
     records = [record for record in recorded(options.out) if record["commit"] != common["commit"]]
     for name, found in times.items():
         ratio = median_ratio(found, baseline) if len(found) == len(baseline) else None

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights
 from hf_mxfp4.ops import self_check
-from hf_mxfp4.recipes.common.reporting import source_commit
 from tests.stub_gpu import DEVICE, stub_gpu
 
 from .records import made, option_parser, recorded, write
@@ -97,7 +96,6 @@ def main() -> None:
     """Count all presets, print the counts, and write records."""
     options = option_parser(__doc__, "launch_counts").parse_args()
     common = made("python -m benchmarks.launch_counts", ("torch", "triton"), "none: launches are counted")
-    common["commit"] = source_commit()
     records = [record for record in recorded(options.out) if record["commit"] != common["commit"]]
     for preset in PRESETS:
         for is_cached in (False, True):

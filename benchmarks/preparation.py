@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer
 from hf_mxfp4.lab import ModelScheme, Row, TextOptions, load, read_schemes, round_model, smooth_model
 from hf_mxfp4.lab.evaluation.loading import Loaded
-from hf_mxfp4.recipes.common.reporting import source_commit
 
 from .held_out import HeldOut, short_name
 from .records import made, option_parser, recorded, write
@@ -273,7 +272,6 @@ def run(options: argparse.Namespace) -> None:
                 "model": options.model.name,
                 **record_of(row, text),
                 "cpu_seconds": round(seconds, 1),
-                "commit": source_commit(),
             }
             records.append(record | made(command, PACKAGES))
             write(records, options.out)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab.evaluation.intervals import with_interval
-from hf_mxfp4.recipes.common.reporting import hardware, markdown_table
+from hf_mxfp4.recipes.common.reporting import hardware, markdown_table, source_commit
 from hf_mxfp4.utils import installed_version
 
 
@@ -42,18 +42,22 @@ def option_parser(description: str, name: str | None = None) -> argparse.Argumen
     return parser
 
 
-def made(command: str, packages: Iterable[str], machine: str | None = None) -> dict[str, Any]:
-    """Return what every record ends with: hardware, versions, command and date.
+def made(
+    command: str, packages: Iterable[str], machine: str | None = None, commit: str | None = None
+) -> dict[str, Any]:
+    """Return what every record ends with: hardware, versions, command, date and commit.
 
     Args:
         packages: those whose versions matter; one that is not installed is left out.
         machine: what was measured on; by default this machine, its GPU and its threads.
+        commit: of the code that was measured; by default what git says, "unknown" where it cannot.
     """
     return {
         "hardware": machine or hardware(),
         "versions": installed(packages),
         "command": command,
         "date": datetime.date.today().isoformat(),
+        "commit": commit or source_commit() or "unknown",
     }
 
 

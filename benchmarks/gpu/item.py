@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from hf_mxfp4.recipes.common.reporting import hardware as machine
-from hf_mxfp4.recipes.common.reporting import source_commit
 
 from ..records import made
 from . import cases, end_to_end, host
@@ -65,12 +64,7 @@ def common(device: torch.device, command: str, commit: str | None) -> dict[str, 
         command: what the user has called.
         commit: of the checkout; by default what git says, where it can.
     """
-    if commit is None:
-        try:
-            commit = source_commit()
-        except OSError:  # git is not there
-            commit = ""
-    return {**made(command, PACKAGES, hardware(device)), "commit": commit or "unknown", "host": machine()}
+    return {**made(command, PACKAGES, hardware(device), commit), "host": machine()}
 
 
 def run(name: str, bench: Bench) -> None:

@@ -127,10 +127,13 @@ def hardware(threads: int | None = None) -> str:
 
 
 def source_commit() -> str:
-    """Return the last commit that changed the package or its kernels; empty where it is no checkout of git."""
+    """Return the last commit that changed the package or its kernels; empty where git cannot say."""
     words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels"]
     root = Path(hf_mxfp4.__file__).parents[1]
-    return subprocess.run(words, cwd=root, capture_output=True, text=True).stdout.strip()
+    try:
+        return subprocess.run(words, cwd=root, capture_output=True, text=True).stdout.strip()
+    except OSError:  # git is not installed
+        return ""
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

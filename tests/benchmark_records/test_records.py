@@ -5,6 +5,8 @@ whose numbers are those of the committed records."""
 import datetime
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -14,15 +16,18 @@ from benchmarks.pretrain_study import record
 from benchmarks.records import RESULTS, made, option_parser, records, write
 
 
-def test_every_record_says_machine_versions_command_and_date():
+def test_every_record_says_machine_versions_command_date_and_commit(monkeypatch):
     found = made("python -m benchmarks.x", ("torch", "no-such-package"), "a machine")
-    assert list(found) == ["hardware", "versions", "command", "date"]
+    assert list(found) == ["hardware", "versions", "command", "date", "commit"]
     assert found["hardware"] == "a machine"
     assert found["command"] == "python -m benchmarks.x"
     assert list(found["versions"]) == ["torch"]
     assert found["versions"]["torch"].startswith(torch.__version__[:3])
     assert found["date"] == datetime.date.today().isoformat()
     assert f"{torch.get_num_threads()} threads" in made("x", ())["hardware"]
+    assert made("x", (), commit="1cb9b60e")["commit"] == "1cb9b60e"
+    monkeypatch.setenv("PATH", "")  # without git
+    assert made("x", (), "a machine")["commit"] == "unknown"
 
 
 def test_records_go_to_the_file_that_is_named_or_nowhere(tmp_path, monkeypatch):
@@ -70,7 +75,25 @@ def test_records_say_what_made_them(path):
     for entry in records:
         for key in ("name", "shape", "value", "unit", "hardware", "versions", "command", "date"):
             assert entry.get(key) is not None, (key, entry)
+        assert re.fullmatch("[0-9a-f]{8,}", entry.get("commit", "")), entry
         assert {"baseline", "ratio", "ceiling_fraction"} <= entry.keys()
+
+
+def test_gpu_commands_exist_at_their_commit():
+    def git(*words, **options):
+        return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True, **options).stdout
+
+    if shutil.which("git") is None or git("rev-parse", "--is-shallow-repository") != "false\n":
+        pytest.skip("no history of git")
+    wanted = set()
+    for path in RESULTS.glob("*.json"):
+        for entry in json.loads(path.read_text()):
+            if entry["hardware"].startswith("NVIDIA"):
+                program = re.match(r"python (?:-m )?(\S+)", entry["command"])[1]
+                module = {"benchmarks.gpu": "benchmarks.gpu.__main__"}.get(program, program.removesuffix(".py"))
+                wanted.add(f"{entry['commit']}:{module.replace('.', '/')}.py")
+    assert wanted
+    assert "missing" not in git("cat-file", "--batch-check", input="\n".join(sorted(wanted)))
 
 
 def study(mean):
