@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands in README, CONTRIBUTING and docs name what there is, with options that exist and all that are required."""
+"""Commands in README, CONTRIBUTING, docs and records name what there is, with options that exist and all that are
+required."""
 
 import argparse
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -24,6 +26,7 @@ from hf_mxfp4.recipes.pretraining.arguments import parse as parse_study
 
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: What the commands of this project begin with, behind variables of the environment and a folder.
 KINDS = {
@@ -34,22 +37,31 @@ KINDS = {
 }
 
 
-def _documented() -> dict[str, list[str]]:
-    """Commands by kind: lines of shell code, and code spans in the text."""
-    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+def _recorded() -> list[str]:
+    """Commands of records that any machine can repeat. Those of a GPU may be of an earlier version of the project."""
+    records = (record for path in sorted(RESULTS.glob("*.json")) for record in json.loads(path.read_text()))
+    return list(dict.fromkeys(record["command"] for record in records if not record["hardware"].startswith("NVIDIA")))
+
+
+def _documented() -> list[str]:
+    """Commands of the pages: lines of shell code, and code spans in the text."""
+    found = []
     for page in PAGES:
         text = page.read_text()
         blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
         spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
         lines = [line for block in blocks for line in re.split(r"\n| && ", re.sub(r"\s*\\\n\s*", " ", block))]
-        for command in [*lines, *(" ".join(span.split()) for span in spans)]:
-            for kind, begins in KINDS.items():
-                if re.match(rf"(?:\w+=\S* )*(?:\S*/)?{begins}", command) and command not in found[kind]:
-                    found[kind].append(command)
+        found += [*lines, *(" ".join(span.split()) for span in spans)]
     return found
 
 
-DOCUMENTED = _documented()
+def _of_kind(kind: str, commands: list[str]) -> list[str]:
+    return [command for command in commands if re.match(rf"(?:\w+=\S* )*(?:\S*/)?{KINDS[kind]}", command)]
+
+
+RECORDED = _recorded()
+COMMANDS = list(dict.fromkeys([*_documented(), *RECORDED]))
+BY_KIND = {kind: _of_kind(kind, COMMANDS) for kind in KINDS}
 OPTIONS = {
     "train": GROUPS,
     "grpo": GROUPS,
@@ -66,7 +78,8 @@ def _words(command: str, after: str) -> list[str]:
 
 
 def test_commands_are_found():
-    assert {kind: len(commands) >= 10 for kind, commands in DOCUMENTED.items()} == dict.fromkeys(KINDS, True)
+    assert {kind: len(commands) >= 10 for kind, commands in BY_KIND.items()} == dict.fromkeys(KINDS, True)
+    assert set(RECORDED) <= {command for kind in ("benchmark", "make", "recipe") for command in BY_KIND[kind]}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,7 +102,7 @@ def _benchmark_parser(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.
     return raised.value.args[0]
 
 
-@pytest.mark.parametrize("command", DOCUMENTED["benchmark"])
+@pytest.mark.parametrize("command", BY_KIND["benchmark"])
 def test_benchmark(command, monkeypatch, capsys):
     module, *arguments = _words(command, r"^benchmarks\.")
     found = importlib.util.find_spec(module)
@@ -104,7 +117,7 @@ def test_benchmark(command, monkeypatch, capsys):
         pytest.fail(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("command", DOCUMENTED["tool"])
+@pytest.mark.parametrize("command", BY_KIND["tool"])
 def test_tool(command, monkeypatch):
     name, *arguments = _words(command, r"hf-mxfp4$")[1:]
     if name == "run":  # what follows is a command of another program
@@ -137,13 +150,16 @@ def test_tool(command, monkeypatch):
         assert {param.name for param in options.values() if param.required} <= given
 
 
-@pytest.mark.parametrize("command", DOCUMENTED["make"])
+@pytest.mark.parametrize("command", BY_KIND["make"])
 def test_make(command):
-    target = _words(command, r"^make$")[1]
+    _, target, *variables = _words(command, r"^make$")
     assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M)
+    if target == "demo":
+        for variable in variables:
+            check_recipe("grpo", shlex.split(variable.removeprefix("ARGS=")))
 
 
-@pytest.mark.parametrize("command", DOCUMENTED["recipe"])
+@pytest.mark.parametrize("command", BY_KIND["recipe"])
 def test_recipe(command):
     for path in re.findall(r"recipes/[\w/.]+", command):
         assert (ROOT / path).is_file(), path
@@ -153,8 +169,8 @@ def test_recipe(command):
 
 def check_recipe(name, arguments):
     if name == "ablation":
-        path, _, options = parse_ablation(arguments)
-        read_grid(ROOT / path, options=options)
+        path, of_grid, options = parse_ablation(arguments)
+        read_grid(ROOT / path, only=of_grid.only and of_grid.only.split(","), options=options)
     elif name == "evaluate":
         parse_evaluation([word for word in arguments if word != "N"])
     elif name == "pretrain":
