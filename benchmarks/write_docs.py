@@ -44,7 +44,6 @@ _FUNCTIONS = (
     verdicts,
     runs.recovery,
     runs.recovery_cpu,
-    runs.recovery_rates,
     gpu.gpu,
     gpu.decode_modelled,
     gpu.training_modelled,

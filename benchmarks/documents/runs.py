@@ -154,21 +154,3 @@ def recovery_cpu() -> str:
         accuracies.setdefault(record["label"], []).append(f"{100 * record['value']:.1f}")
     rows = [[label, ", ".join(values)] for label, values in accuracies.items()]
     return table(["cell", "after RL"], rows)
-
-
-def recovery_rates() -> str:
-    """Return accuracies of seed 0 by cell and learning rate."""
-    by_label: dict[str, dict[float, str]] = {}
-    rates = set()
-    for record in records("recovery_smollm2"):
-        if record["seed"] == 0:
-            rate = record["learning_rate"]
-            rates.add(rate)
-            by_label.setdefault(record["label"], {})[rate] = f"{100 * record['value']:.1f}"
-    rates = sorted(rates)
-    rows = []
-    for label, cells in by_label.items():
-        # Cells that ran at one rate alone are in the table of `recovery`.
-        if len(cells) > 1:
-            rows.append([label, *(cells.get(rate, "") for rate in rates)])
-    return table(["cell", *(f"{rate:g}" for rate in rates)], rows)
