@@ -31,6 +31,8 @@ from .records import made, option_parser, recorded, write
 PACKAGES = ("torch", "transformers")
 OURS = "even+mbs128-blockwise"
 ROTATED = "deterministic-64"
+#: What checkpoints were before, where that is not the original.
+CONVERTED = {"SmolLM2-135M-Instruct": "a Q4_1 GGUF file", "gemma-3-270m": "a Q4_K_M GGUF file"}
 #: Texts that channels are scaled by, and that weights are rounded by.
 SMOOTHING_TEXTS = 32
 ROUNDING_TEXTS = 128
@@ -190,6 +192,8 @@ def run(options: argparse.Namespace) -> None:
         for scheme in missing:
             row = held_out.row_under(scheme, model)
             record = compared(row, held_out) | {"variant": variant, "model": name, "text": held_out.name}
+            if name in CONVERTED:
+                record["converted_from"] = CONVERTED[name]
             records.append(record | made(command, PACKAGES))
             write(records, options.out)
             print(f"{variant}: {row.name}: {row.perplexity:.3f}, KL {row.kl.text(4)}", flush=True)

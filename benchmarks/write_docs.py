@@ -32,6 +32,7 @@ _FUNCTIONS = (
     evidence.evidence_front,
     evidence.evidence_claims,
     evidence.tensor_cores,
+    evidence.gemma,
     evidence.gptq,
     prepared.preparation,
     prepared.distillation,

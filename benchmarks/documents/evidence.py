@@ -239,10 +239,20 @@ def by_scheme(results: Results) -> dict[str, dict[str, Record]]:
 
 
 def tensor_cores() -> str:
-    """Return a row for each scheme: bits, what multiplies it, and what it loses on three checkpoints, by text."""
-    texts = results_by_text("tensor_cores")
+    """Return what the schemes of tensor cores lose."""
+    return _losses_by_variant("tensor_cores", (AS_IT_IS, SMOOTHED, ROTATED))
+
+
+def gemma() -> str:
+    """Return what schemes lose on Gemma 3 270M."""
+    return _losses_by_variant("gemma", (AS_IT_IS, SMOOTHED))
+
+
+def _losses_by_variant(file: str, variants: tuple[str, ...]) -> str:
+    """Return a row for each scheme of a file of records: bits, what multiplies it, and what it loses on variants of the
+    checkpoint, by text."""
+    texts = results_by_text(file)
     schemes = [by_scheme(results) for results in texts.values()]
-    variants = (AS_IT_IS, SMOOTHED, ROTATED)
     rows = []
     for name, by_variant in schemes[0].items():
         plain = by_variant[AS_IT_IS]
@@ -256,11 +266,13 @@ def tensor_cores() -> str:
     firsts = [next(iter(results.values())) for results in texts.values()]
     baselines = ", ".join(f"{record['baseline']:.2f}" for record in firsts)
     commands = ", ".join(f"`{record['command']}`" for record in firsts)
-    largest_error = max(record["kl_standard_error"] for record in records("tensor_cores"))
+    largest_error = max(record["kl_standard_error"] for record in records(file))
     note = (
         f"KL to bfloat16 in nats per token (perplexity; {baselines} in bfloat16), standard errors at most "
         f"{largest_error:.3f}; {commands}"
     )
+    if "converted_from" in firsts[0]:
+        note += f"; the checkpoint was {firsts[0]['converted_from']}"
     return f"{table(['scheme', 'bits of a weight', 'Hopper', 'Blackwell', *columns], rows)}\n{note}\n"
 
 
