@@ -24,7 +24,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
 
     `value` is the accuracy after RL under the cell's own scheme (0 to 1), see [`Grid`], on `n_test` problems,
     `mean_of_curve` the mean of all greedy evaluations while it trained, `baseline` the value of the reference with the
-    same seed, `curves` what was logged: lists of step and value.
+    same seed, `distilled` what distillation before RL measured, `curves` what was logged: lists of step and value.
 
     Raises `ValueError` for a run with fewer evaluations than the grid takes the mean of, or with other options.
     """
@@ -74,7 +74,10 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "before": before,
                 "standard_error": _standard_error(after, n_test),
                 "n_test": n_test,
-                **{key: summary[key] for key in ("steps", "scheme", "n_quantized", "weight_sqnr_db", "seconds")},
+                **{
+                    key: summary[key]
+                    for key in ("steps", "scheme", "n_quantized", "weight_sqnr_db", "seconds", "distilled")
+                },
                 **state_of(run),
                 "curves": curves,
                 "command": command,

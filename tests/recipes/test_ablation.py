@@ -260,7 +260,7 @@ summary = {
     "accuracy_before": {"strict": 0.125} if config["study"]["evaluate_before"] else None,
     "accuracy_after": {"strict": value},
     "standard_error_after": {"strict": 0.1}, "n_test": 16, "steps": 3, "scheme": "some", "n_quantized": 14,
-    "weight_sqnr_db": None, "seconds": 1.0,
+    "weight_sqnr_db": None, "seconds": 1.0, "distilled": {"kl_after": 0.5},
 }
 (folder / "summary.json").write_text(json.dumps(summary))
 """
@@ -315,6 +315,7 @@ def test_every_cell_and_seed_is_run_once_and_reported(grid, tmp_path, capsys):
         ("bf16", 0, 0.75, 0.75), ("mxfp4", 0, 0.375, 0.75), ("bf16", 1, 0.76, 0.76), ("mxfp4", 1, 0.385, 0.76),
     ]  # fmt: skip
     assert [r["before"] for r in records] == [0.125, 0.125, None, None]
+    assert records[0]["distilled"] == {"kl_after": 0.5}
     assert records[0]["hardware"].endswith(f", {threads} threads")
     assert "| mxfp4 | 2 | 12.5 | 38.0 ± 0.5 |" in (out / "table.md").read_text()
 
