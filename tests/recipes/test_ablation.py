@@ -106,21 +106,6 @@ def test_cells_of_two_points_have_dithered_masters_and_their_schemes():
     assert not set(grid.seeds) & {100, 101}
 
 
-def test_cells_of_steps_differ_from_those_of_two_points_in_their_task_alone():
-    steps = read_grid(CONFIGS / "recovery_steps.yaml", options={"evaluate_n": 8})
-    two_points = read_grid(CONFIGS / "recovery_two_points.yaml", options={"evaluate_n": 8})
-    options_of = {cell.name: cell.options for cell in two_points.cells}
-    assert [cell.name for cell in steps.cells] == ["bf16", "w4a8_smoothed", "w4a8_distilled", "mxfp4"]
-    for cell in steps.cells[1:]:
-        assert cell.options == options_of[cell.name]
-    for run in steps.runs:
-        options = run.parse()
-        assert options.recipe.task == "few_shot_steps"
-        assert options.training.max_completion_length == 48
-        assert options.recipe.study.share_prompts
-        assert options.recipe.study.dither_masters == (run.cell.name == "bf16")
-
-
 def test_a_run_is_the_shared_options_and_its_own(tmp_path):
     grid = read_grid(write(tmp_path / "grid.yaml", train={"learning_rate": 1e-5, "macro_block": 64, "use_cpu": True}))
     runs = list(grid.runs)
