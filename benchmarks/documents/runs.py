@@ -138,10 +138,9 @@ def _grid_table(runs: list[dict]) -> str:
     if not runs:
         return "Not run yet.\n"
     first = runs[0]
-    minutes = sum(record["seconds"] for record in runs) / len(runs) / 60
     caption = (
-        f"**{first['model']}**: {first['shape']}; {len(runs)} runs of {minutes:.1f} minutes on {first['hardware']}; "
-        f"`{first['command']}`, {first['date']}"
+        f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{first['command']}`, "
+        f"{first['date']}"
     )
     return f"{caption}\n\n{markdown_table(*table_rows(runs))}"
 

@@ -127,8 +127,8 @@ def hardware(threads: int | None = None) -> str:
 
 
 def source_commit() -> str:
-    """Return the last commit that changed the package or its kernels; empty where git cannot say."""
-    words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels"]
+    """Return the last commit that changed the package, its kernels or recipes; empty where git cannot say."""
+    words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels", "recipes"]
     root = Path(hf_mxfp4.__file__).parents[1]
     try:
         return subprocess.run(words, cwd=root, capture_output=True, text=True).stdout.strip()
