@@ -18,7 +18,7 @@ class SharedPromptTrainer(MXFP4GRPOTrainer):
     step of SmolLM2-135M takes a third of the time on a CPU core. `prompts/shared` is logged: completions to a prompt.
 
     Raises `ValueError` for several processes, other samplers than `generate`, gradient checkpointing (which has no
-    cache), and replay of routers.
+    cache), and replay or auxiliary losses of routers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -28,6 +28,7 @@ class SharedPromptTrainer(MXFP4GRPOTrainer):
             "use_transformers_continuous_batching": self.batched_rollouts is not None,
             "gradient_checkpointing": self.args.gradient_checkpointing,
             "router_replay": self.routing is not None,
+            "an auxiliary loss of routers": self.aux_loss_enabled,
             "several processes": self.accelerator.num_processes > 1,
         }
         refused = [name for name, is_given in given.items() if is_given]
