@@ -84,6 +84,8 @@ def architectures() -> str:
 
 #: Seeds that the learning rates of `recovery_two_points.yaml` are chosen on, which are not reported.
 TUNING_SEEDS = (100, 101)
+#: End points of a run, as its record names them.
+_ENDS = ("value", "mean_of_curve")
 
 
 def reported_runs() -> list[dict]:
@@ -112,9 +114,6 @@ def two_points_rates() -> str:
             cells.append(f"{ends} ({len(found)})" if found else "")
         rows.append([label, *cells])
     return table(["cell", *(f"{rate:g}" for rate in rates)], rows)
-
-
-_ENDS = ("value", "mean_of_curve")
 
 
 def runs_at_the_best_rate() -> list[dict]:
