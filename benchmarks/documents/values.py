@@ -13,6 +13,7 @@ from .runs import reported_runs, runs_at_the_best_rate
 
 #: Cells whose runs the first paragraph of the README counts.
 _DECIDING = ("bf16", "w4a8_smoothed")
+_LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
 
 
 def _minus_bf16(cell: str, key: str = "difference") -> str:
@@ -31,16 +32,16 @@ def _number_of_runs() -> str:
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
-def _ratio(file: str, name: str) -> str:
-    """Return the speed over BF16 of a record."""
-    [ratio] = [record["ratio"] for record in records(file) if record["name"] == name]
-    return f"{ratio:.2f}"
+def _range(file: str, value: Callable[[dict], float], form: str = ".0f") -> str:
+    """Return the lowest and the highest of a value of the records of a file."""
+    values = [value(record) for record in records(file)]
+    return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def _decoding() -> str:
-    """Return the lowest and the highest speed over BF16 of products of few rows."""
-    ratios = [record["ratio"] for record in records("gpu_decode")]
-    return f"{min(ratios):.1f} to {max(ratios):.1f}"
+def _number(file: str, key: str, form: str, *names: str) -> str:
+    """Return a field of the first record of each name."""
+    found = {record["name"]: record[key] for record in reversed(records(file))}
+    return " and ".join(f"{found[name]:{form}}" for name in names)
 
 
 def _seconds_of_runs(*cells: str) -> str:
@@ -59,10 +60,17 @@ VALUES: dict[str, Callable[[], str]] = {
     "smoothed_curve": lambda: _minus_bf16("w4a8_smoothed", "curve_difference"),
     "distilled_end": lambda: _minus_bf16("w4a8_distilled"),
     "distilled_curve": lambda: _minus_bf16("w4a8_distilled", "curve_difference"),
-    "gpu_forward": lambda: _ratio("gpu_forward", "forward / w4a8"),
-    "gpu_training": lambda: _ratio("gpu_linear", "linear / w4a8"),
-    "gpu_decoding": _decoding,
-    "gpu_generate": lambda: _ratio("gpu_generate", "generate / packed w4a16"),
-    "gpu_generate_static": lambda: _ratio("gpu_generate", "generate / packed w4a16, static cache"),
+    "gpu_forward": lambda: _number("gpu_forward", "ratio", ".2f", "forward / w4a8"),
+    "gpu_training": lambda: _number("gpu_linear", "ratio", ".2f", "linear / w4a8"),
+    "gpu_training_w4a8g8": lambda: _number("gpu_linear", "ratio", ".2f", "linear / w4a8g8"),
+    "gpu_decoding": lambda: _range("gpu_decode", lambda record: record["ratio"], ".1f"),
+    "gpu_host": lambda: _range("gpu_decode", lambda record: 1e6 * record["host"]),
+    "gpu_host_bf16": lambda: _range("gpu_decode", lambda record: 1e6 * record["peers"]["BF16"]["host"]),
+    "gpu_quantize": lambda: _range("gpu_quantize", lambda record: 100 * record["ceiling_fraction"]),
+    "gpu_generate": lambda: _number("gpu_generate", "ratio", ".2f", "generate / packed w4a16"),
+    "gpu_generate_static": lambda: _number("gpu_generate", "ratio", ".2f", "generate / packed w4a16, static cache"),
+    "loading": lambda: _number("loading", "value", ".1f", *_LOADS),
+    "sqnr": lambda: _number("tensor_cores", "weight_sqnr_db", ".1f", "even+mbs128-blockwise_fp8", "even"),
+    "architectures_right": lambda: str(sum(record["outcome"] == "right" for record in records("architectures"))),
     "rl_seconds": lambda: _seconds_of_runs("bf16", "w4a8"),
 }

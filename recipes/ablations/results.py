@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -62,7 +62,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "baseline": baseline,
                 "ratio": ratio,
                 "ceiling_fraction": after,
-                "mean_of_curve": _mean_of_curve(score, curves),
+                "mean_of_curve": _mean_logged([curves], f"greedy/{score}"),
                 "model": grid.label,
                 "cell": run.cell.name,
                 "label": run.cell.label,
@@ -120,12 +120,10 @@ def _accuracy(run: Run, summary: Record, curves: Mapping[str, Sequence[tuple[int
     return fmean(values)
 
 
-def _mean_of_curve(score: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float | None:
-    """Return the mean of the greedy evaluations of a run while it trained; `None` without any."""
-    evaluations = curves.get(f"greedy/{score}")
-    if not evaluations:
-        return None
-    return fmean(value for _, value in evaluations)
+def _mean_logged(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    """Return the mean over runs and steps of what was logged under a name; `None` where nothing was."""
+    values = [value for curves in runs for _, value in curves.get(name, [])]
+    return fmean(values) if values else None
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -145,7 +143,9 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
     * ``difference``: ``after`` minus that of the reference, with Welch's 95 % interval over the seeds of both;
     * ``paired``: the same within a seed, over the seeds that both have, with the 95 % interval of Student's t;
     * ``curve`` and ``curve_difference``: mean of all evaluations while training, and as ``difference``; `None` where a
-      record has no such mean.
+      record has no such mean;
+    * ``entropy`` and ``mismatch``: of the policy while it samples, and KL(sampler, trainer), in nats per token; means
+      over all steps, `None` where nothing was logged.
     """
     by_cell: dict[str, dict[int, Record]] = {}
     for record in records:
@@ -162,6 +162,7 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
             over_seeds = deviation / math.sqrt(len(values))
         before = [record["before"] for record in of_cell if record["before"] is not None]
         curves = _means_of_curves(of_cell)
+        logged = [record["curves"] for record in of_cell]
         row = {
             **{key: first[key] for key in ("cell", "label", "reference", "paper")},
             "seeds": sorted(by_seed),
@@ -173,6 +174,8 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
             "paired": None,
             "curve": fmean(curves) if curves else None,
             "curve_difference": None,
+            "entropy": _mean_logged(logged, "entropy"),
+            "mismatch": _mean_logged(logged, "sampling/kl"),
         }
         reference = by_cell.get(first["reference"])
         if reference and cell != first["reference"]:
@@ -201,7 +204,7 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     rows = statistics(records)
     papers = list(dict.fromkeys(name for row in rows for name in row["paper"]))
     columns = ["cell", "runs", "before RL", "after RL", "problems ±", "minus reference", "within seeds"]
-    columns += ["mean of curve", "minus reference"]
+    columns += ["mean of curve", "minus reference", "entropy", "sampler KL"]
     columns += [f"paper: {name}" for name in papers]
     lines = []
     for row in rows:
@@ -218,6 +221,8 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
             _difference(row["paired"]),
             _percent(row["curve"]),
             _difference(row["curve_difference"]),
+            _nats(row["entropy"]),
+            _nats(row["mismatch"]),
         ]
         for name in papers:
             cells.append(f"{row['paper'][name]:.1f}" if name in row["paper"] else "")
@@ -227,6 +232,10 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f}"
+
+
+def _nats(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
 
 
 def _difference(difference: Record | None) -> str:

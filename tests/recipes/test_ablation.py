@@ -184,7 +184,7 @@ def test_a_cell_may_start_from_another_checkpoint(tmp_path):
 def record(cell, seed, value, **changes):
     return {
         "model": "m", "cell": cell, "label": cell.upper(), "seed": seed, "value": value, "reference": "bf16",
-        "paper": {}, "before": None, "n_test": 100, **changes,
+        "paper": {}, "before": None, "n_test": 100, "curves": {}, **changes,
     }  # fmt: skip
 
 
@@ -192,7 +192,8 @@ def record(cell, seed, value, **changes):
 #: BF16 is sqrt(16/3 + 28/3) = 3.83 with 3.7 degrees of freedom, t(3) = 3.182; of MXFP4 3.27 with 4, t(4) = 2.776.
 #: Within seeds MBS minus BF16 is -10, -12 and -8: standard deviation 2, t(2) = 4.303.
 RECORDS = [
-    record("bf16", 0, 0.80, before=0.5, paper={"dense": 82.0, "MoE": 91.51}), record("bf16", 1, 0.84),
+    record("bf16", 0, 0.80, before=0.5, paper={"dense": 82.0, "MoE": 91.51}, curves={"entropy": [[1, 0.5], [2, 0.3]]}),
+    record("bf16", 1, 0.84, curves={"sampling/kl": [[1, 2e-13]]}),
     record("bf16", 2, 0.88), record("mxfp4", 0, 0.60, before=0.2, paper={"dense": 60.1, "MoE": 88.8}),
     record("mxfp4", 1, 0.64), record("mxfp4", 2, 0.68), record("mbs", 0, 0.70, paper={"MoE": 90.1}),
     record("mbs", 1, 0.72), record("mbs", 2, 0.80),
@@ -202,11 +203,11 @@ RECORDS = [
 def test_the_table_to_the_letter():
     assert markdown_table(*table_rows(RECORDS)) == (
         "| cell | runs | before RL | after RL | problems ± | minus reference | within seeds | mean of curve | "
-        "minus reference | paper: dense | paper: MoE |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        "| BF16 | 3 | 50.0 | 84.0 ± 2.3 | 3.7 |  |  |  |  | 82.0 | 91.5 |\n"
-        "| MXFP4 | 3 | 20.0 | 64.0 ± 2.3 | 4.8 | -20.0 [-29.1, -10.9] | -20.0 [-20.0, -20.0] |  |  | 60.1 | 88.8 |\n"
-        "| MBS | 3 |  | 74.0 ± 3.1 | 4.4 | -10.0 [-22.2, +2.2] | -10.0 [-15.0, -5.0] |  |  |  | 90.1 |\n"
+        "minus reference | entropy | sampler KL | paper: dense | paper: MoE |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| BF16 | 3 | 50.0 | 84.0 ± 2.3 | 3.7 |  |  |  |  | 0.4 | 2e-13 | 82.0 | 91.5 |\n"
+        "| MXFP4 | 3 | 20.0 | 64.0 ± 2.3 | 4.8 | -20.0 [-29.1, -10.9] | -20.0 [-20.0, -20.0] |  |  |  |  | 60.1 | 88.8 |\n"
+        "| MBS | 3 |  | 74.0 ± 3.1 | 4.4 | -10.0 [-22.2, +2.2] | -10.0 [-15.0, -5.0] |  |  |  |  |  | 90.1 |\n"
     )
 
 
