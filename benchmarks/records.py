@@ -3,6 +3,7 @@
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -86,6 +87,7 @@ def recorded(out: str | Path) -> list[dict]:
     return json.loads(path.read_text()) if path.is_file() else []
 
 
+@functools.cache
 def records(name: str) -> list[dict]:
     """Return the records of a file in `benchmarks/results`."""
     return json.loads((RESULTS / f"{name}.json").read_text())
