@@ -70,7 +70,7 @@ FIRST_PAGE = (
         "W4A4, block mantissas, whole residuals",
         "BF16",
         "BF16",
-        "default",
+        "w4a4_residuals",
         ("evidence", {"variant": AS_IT_IS, "name": f"{OURS}+of1"}),
     ),
     FirstPageRow("**the default**: W4A8, smoothed", "FP8", "FP8", "w4a8_smoothed", _DEFAULT),
