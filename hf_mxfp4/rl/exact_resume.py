@@ -271,18 +271,18 @@ class ExactResumeMixin(Mixin):
 def first_not_finite(model: nn.Module, gradients: bool = False) -> str | None:
     """Return the name of the first trained parameter of this process that holds NaN or infinity, or whose gradient
     does; `None` where there is none."""
-    largest = {}
+    ends = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if gradients else parameter.detach()
         tensor = getattr(tensor, "_local_tensor", tensor)
         if parameter.requires_grad and tensor is not None and tensor.numel():
-            # The largest magnitude is NaN or infinite where any element is; a norm of large numbers could overflow.
-            largest[name] = torch.linalg.vector_norm(tensor, torch.inf).float()
-    if not largest:
+            # Both are NaN where any element is; a norm of large numbers could overflow, and on CPUs is slow.
+            ends[name] = torch.stack(torch.aminmax(tensor)).float()
+    if not ends:
         return None
-    device = next(iter(largest.values())).device
-    finite = torch.stack([value.to(device) for value in largest.values()]).isfinite().tolist()
-    return next((name for name, good in zip(largest, finite, strict=True) if not good), None)
+    device = next(iter(ends.values())).device
+    finite = torch.stack([both.to(device) for both in ends.values()]).isfinite().all(1).tolist()
+    return next((name for name, good in zip(ends, finite, strict=True) if not good), None)
 
 
 def _replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
