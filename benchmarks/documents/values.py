@@ -12,23 +12,19 @@ from .runs import reported_runs, runs_at_the_best_rate
 
 
 #: Cells whose runs the first paragraph of the README counts.
-_DECIDING = ("bf16", "w4a8_smoothed")
+_DECIDING = ("bf16", "w4a8_smoothed", "w4a8_distilled")
 _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
 
 
 def _minus_bf16(cell: str, key: str = "difference") -> str:
-    """Return accuracy points of a cell minus BF16 with the 95 % interval; of the earlier grid where the declared one
-    has no two runs of it yet."""
-    for runs, where in ((reported_runs(), ""), (runs_at_the_best_rate(), ", by an earlier protocol")):
-        for row in statistics(runs):
-            if row["cell"] == cell and row[key] is not None and row[key]["interval"] is not None:
-                return with_interval(row[key], 100, 1) + where
-    return "(not run yet)"
+    """Return accuracy points of a cell minus BF16 with the 95 % interval."""
+    [row] = [row for row in statistics(reported_runs()) if row["cell"] == cell]
+    return with_interval(row[key], 100, 1)
 
 
 def _number_of_runs() -> str:
     """Return how many runs each of the deciding cells has, as one number or a range."""
-    counts = {len(row["seeds"]) for row in statistics(reported_runs()) if row["cell"] in _DECIDING} or {0}
+    counts = {len(row["seeds"]) for row in statistics(reported_runs()) if row["cell"] in _DECIDING}
     return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
 
 
