@@ -54,7 +54,7 @@ _AT_MOST = {
         "num_mel_bins chunk_size mamba_chunk_size index_topk patch_size"
     ),
     4: "num_experts num_local_experts n_routed_experts moe_num_experts n_experts",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input text_vocab_size",
+    VOCABULARY: "vocab_size unpadded_vocab_size vocab_size_per_layer_input text_vocab_size",
     224: "image_size",
 }
 _LIMITS = {name: limit for limit, names in _AT_MOST.items() for name in names.split()}
