@@ -123,7 +123,11 @@ def runs_at_the_best_rate() -> list[dict]:
     for record in records("recovery_smollm2"):
         if record["learning_rate"] == record["options"].get("learning_rate", 2e-5):
             mean_of_curve = fmean(value for _, value in record["curves"]["greedy/first_line"])
-            runs.append({**record, "reference": "policy", "mean_of_curve": mean_of_curve})
+            run = {**record, "reference": "policy", "mean_of_curve": mean_of_curve}
+            # Residuals were the default then.
+            if record["cell"] == "default":
+                run["cell"] = "w4a4_residuals"
+            runs.append(run)
     return runs
 
 

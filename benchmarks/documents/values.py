@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from statistics import median
 
-from hf_mxfp4.lab.evaluation.intervals import with_interval
+from hf_mxfp4.lab.evaluation.intervals import welch_interval, with_interval
 from hf_mxfp4.recipes.ablations.results import statistics
 
 from ..records import records
@@ -40,6 +40,28 @@ def _number(file: str, key: str, form: str, *names: str) -> str:
     return " and ".join(f"{found[name]:{form}}" for name in names)
 
 
+def _loss_above(arm: str, other: str) -> str:
+    """Return how much more loss an arm of the pretraining study costs than another, with the 95 % interval."""
+    gaps = {record["name"]: record["gap"]["by_seed"] for record in records("pretrain")}
+    return with_interval(welch_interval(gaps[other], gaps[arm]), 1, 3)
+
+
+def _training_bound() -> str:
+    """Return the speed of a training step whose forward product alone is faster than in BF16, relative to BF16."""
+    forward = float(VALUES["gpu_forward"]())
+    return f"{3 / (2 + 1 / forward):.2f}"
+
+
+def _memory_of_packed() -> str:
+    """Return the peak memory of LoRA on packed weights relative to full precision, with checkpointing and without."""
+    peaks = {record["name"]: record["measured"]["peak"] for record in records("memory")}
+    ratios = [
+        peaks[f"packed + LoRA / checkpointing {state}"] / peaks[f"full precision / checkpointing {state}"]
+        for state in ("on", "off")
+    ]
+    return " to ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
 def _seconds_of_runs(*cells: str) -> str:
     """Return the median time of RL runs on an H100 by cell."""
     medians = []
@@ -68,5 +90,10 @@ VALUES: dict[str, Callable[[], str]] = {
     "loading": lambda: _number("loading", "value", ".1f", *_LOADS),
     "sqnr": lambda: _number("tensor_cores", "weight_sqnr_db", ".1f", "even+mbs128-blockwise_fp8", "even"),
     "architectures_right": lambda: str(sum(record["outcome"] == "right" for record in records("architectures"))),
-    "rl_seconds": lambda: _seconds_of_runs("bf16", "w4a8"),
+    # Both of one command and commit.
+    "rl_seconds": lambda: _seconds_of_runs("bf16_dithered", "w4a8"),
+    "gpu_training_bound": _training_bound,
+    "memory_packed": _memory_of_packed,
+    "pretrain_backward": lambda: _loss_above("all", "fprop"),
+    "pretrain_ours": lambda: _loss_above("ours", "all"),
 }

@@ -45,6 +45,10 @@ def test_a_single_run_resolves_nothing(monkeypatch):
     assert found == "| a reaches b | not resolved |  | fewer than two runs |"
 
 
+def test_a_cell_without_runs_says_nothing_of_a_claim(monkeypatch):
+    assert verdict(monkeypatch, REACHES, {"b": (0.1, 0.2)}) == "| a reaches b | not run |  |  |"
+
+
 def test_the_earlier_grid_counts_where_the_declared_one_has_no_runs(monkeypatch):
     found = verdict(monkeypatch, REACHES, {"a": (0.5,)}, {"a": (0.64, 0.66), "b": (0.59, 0.61)})
     assert found == "| a reaches b | **holds** | +5.0 [-1.1, +11.1] | 2 and 2, earlier grid |"
