@@ -18,14 +18,9 @@ def demo() -> str:
         after = record["value"]
         error_before, error_after = record["standard_error"]
         rows.append(
-            [
-                record["name"][-1],
-                f"{before:.3f} ± {error_before:.3f}",
-                f"{after:.3f} ± {error_after:.3f}",
-                f"{after - before:+.3f}",
-            ]
+            [record["name"][-1], f"{before:.3f} ± {error_before:.3f}", f"{after:.3f} ± {error_after:.3f}"]
         )
-    return table(["seed", "before RL", "after RL", "gain"], rows)
+    return table(["seed", "before RL", "after RL"], rows)
 
 
 def memory() -> str:

@@ -11,21 +11,13 @@ from ..records import records
 from .runs import reported_runs, runs_at_the_best_rate
 
 
-#: Cells whose runs the first paragraph of the README counts.
-_DECIDING = ("bf16", "w4a8_smoothed", "w4a8_distilled")
 _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
 
 
 def _minus_bf16(cell: str, key: str = "difference") -> str:
-    """Return accuracy points of a cell minus BF16 with the 95 % interval."""
+    """Return accuracy points of a cell minus BF16 with the 95 % interval and the number of runs."""
     [row] = [row for row in statistics(reported_runs()) if row["cell"] == cell]
-    return with_interval(row[key], 100, 1)
-
-
-def _number_of_runs() -> str:
-    """Return how many runs each of the deciding cells has, as one number or a range."""
-    counts = {len(row["seeds"]) for row in statistics(reported_runs()) if row["cell"] in _DECIDING}
-    return " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+    return f"{with_interval(row[key], 100, 1)} ({len(row['seeds'])} runs)"
 
 
 def _range(file: str, value: Callable[[dict], float], form: str = ".0f") -> str:
@@ -46,22 +38,6 @@ def _loss_above(arm: str, other: str) -> str:
     return with_interval(welch_interval(gaps[other], gaps[arm]), 1, 3)
 
 
-def _training_bound() -> str:
-    """Return the speed of a training step whose forward product alone is faster than in BF16, relative to BF16."""
-    forward = float(VALUES["gpu_forward"]())
-    return f"{3 / (2 + 1 / forward):.2f}"
-
-
-def _memory_of_packed() -> str:
-    """Return the peak memory of LoRA on packed weights relative to full precision, with checkpointing and without."""
-    peaks = {record["name"]: record["measured"]["peak"] for record in records("memory")}
-    ratios = [
-        peaks[f"packed + LoRA / checkpointing {state}"] / peaks[f"full precision / checkpointing {state}"]
-        for state in ("on", "off")
-    ]
-    return " to ".join(f"{ratio:.2f}" for ratio in ratios)
-
-
 def _seconds_of_runs(*cells: str) -> str:
     """Return the median time of RL runs on an H100 by cell."""
     medians = []
@@ -73,7 +49,6 @@ def _seconds_of_runs(*cells: str) -> str:
 
 #: By the names of markers.
 VALUES: dict[str, Callable[[], str]] = {
-    "runs": _number_of_runs,
     "smoothed_end": lambda: _minus_bf16("w4a8_smoothed"),
     "smoothed_curve": lambda: _minus_bf16("w4a8_smoothed", "curve_difference"),
     "distilled_end": lambda: _minus_bf16("w4a8_distilled"),
@@ -92,8 +67,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "architectures_right": lambda: str(sum(record["outcome"] == "right" for record in records("architectures"))),
     # Both of one command and commit.
     "rl_seconds": lambda: _seconds_of_runs("bf16_dithered", "w4a8"),
-    "gpu_training_bound": _training_bound,
-    "memory_packed": _memory_of_packed,
     "pretrain_backward": lambda: _loss_above("all", "fprop"),
     "pretrain_ours": lambda: _loss_above("ours", "all"),
 }

@@ -58,9 +58,7 @@ def verdicts() -> str:
                 rows.append([claim.text, _verdict(claim, difference), with_interval(difference, 100, 1), counted])
                 break
         else:
-            was_run = any(claim.cell in runs and claim.other in runs for runs in (declared, earlier))
-            unresolved = ["not resolved", "", "fewer than two runs"]
-            rows.append([claim.text, *(unresolved if was_run else ["not run", "", ""])])
+            rows.append([claim.text, "not run", "", "fewer than two runs"])
     return table(["claim", "verdict", "difference, points", "runs"], rows)
 
 
