@@ -167,8 +167,8 @@ def trainer_factory(tmp_path, layers=2):
             "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 8, "num_generations": 4,
             "max_completion_length": 4, "max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
             "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
-            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 4, "error_every": 0,
-            "report_every": 0, **options,
+            "gradient_checkpointing": False, "disable_tqdm": True, "aqn": True, "aqn_num_stages": 4,
+            "error_every": 0, "report_every": 0, **options,
         }  # fmt: skip
         data = prompts() if dataset is None else dataset, eval_dataset
         others = {"processing_class": tokenizer, "peft_config": peft_config, "callbacks": callbacks}

@@ -136,8 +136,10 @@ def _grid_table(runs: list[dict]) -> str:
     if not runs:
         return "Not run yet.\n"
     first = runs[0]
+    # The command of some runs names a learning rate that the file has by now.
+    command = min(run["command"] for run in runs)
     caption = (
-        f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{first['command']}`, "
+        f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{command}`, "
         f"{first['date']}"
     )
     return f"{caption}\n\n{markdown_table(*table_rows(runs))}"

@@ -43,9 +43,9 @@ class MXFP4GRPOConfig(GRPOConfig):
     }
 
     aqn: bool = option(
-        True,
+        False,
         "Adaptive quantization noise: Gaussian noise on the weights of RMSNorms during rollouts and nowhere else. "
-        "False switches all `aqn_*` options off.",
+        "The other `aqn_*` options need it. No benefit was measured so far (docs/aqn.md).",
     )
     aqn_sigma_start: float = option(1e-2, "Standard deviation of the noise where it sets in, absolute.")
     aqn_sigma_end: float = option(
@@ -102,7 +102,7 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
-        self.noise_schedule  # noqa: B018  raises for numbers that mean nothing
+        self._check_noise()
         self.rollout_correction = read_correction(self.rollout_correction)
         check_correction(self)
         share_with_trl(self)
@@ -120,6 +120,12 @@ class MXFP4GRPOConfig(GRPOConfig):
     def noise_schedule(self) -> NoiseSchedule:
         """The standard deviation over training that the `aqn_*` options describe."""
         return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages)
+
+    def _check_noise(self) -> None:
+        """Raise `ValueError` for a schedule that means nothing; warn of one that noise is not switched on for."""
+        schedule = self.noise_schedule
+        if not self.aqn and schedule != NoiseSchedule():
+            get_logger().warning("%s has no effect without aqn=True", schedule)
 
     def _check_weight_copies(self) -> None:
         """Raise `ValueError` for unknown forms of weights, and one of vLLM's that has no effect."""

@@ -84,8 +84,8 @@ def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer
 
 def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
     """GRPO with noise in every rollout but the first, and its correction."""
-    usual = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 2, "report_every": 0}
-    options = usual | options
+    usual = {"num_generations": 4, "max_completion_length": 4, "error_every": 2, "report_every": 0}
+    options = {**usual, "aqn": True, "aqn_num_stages": 4, **options}
     if mode.startswith("moe"):
         options |= MOE_GRPO
     args = arguments(folder, MXFP4GRPOConfig, **options)

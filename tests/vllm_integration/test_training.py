@@ -226,7 +226,7 @@ def test_experts(tmp_path, differences):
 SMALL = [
     "--use_cpu=true", "--bf16=false", "--gradient_checkpointing=false", "--per_device_train_batch_size=8",
     "--gradient_accumulation_steps=1", "--num_generations=4", "--max_completion_length=8", "--max_steps=2",
-    "--warmup_steps=0", "--learning_rate=1e-3", "--error_every=1", "--aqn_num_stages=2",
+    "--warmup_steps=0", "--learning_rate=1e-3", "--error_every=1", "--aqn=true", "--aqn_num_stages=2",
     "--save_strategy=no", "--report_every=0", "--evaluate_n=4",
     "--study={greedy_batch_size: 8, reload_check: 4}",
 ]  # fmt: skip
