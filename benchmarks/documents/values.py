@@ -51,6 +51,7 @@ def _seconds_of_runs(*cells: str) -> str:
 VALUES: dict[str, Callable[[], str]] = {
     "smoothed_end": lambda: _minus_bf16("w4a8_smoothed"),
     "smoothed_curve": lambda: _minus_bf16("w4a8_smoothed", "curve_difference"),
+    "gptq_end": lambda: _minus_bf16("bf16_then_gptq"),
     "distilled_end": lambda: _minus_bf16("w4a8_distilled"),
     "distilled_curve": lambda: _minus_bf16("w4a8_distilled", "curve_difference"),
     "gpu_forward": lambda: _number("gpu_forward", "ratio", ".2f", "forward / w4a8"),
