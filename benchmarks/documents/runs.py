@@ -17,9 +17,7 @@ def demo() -> str:
         before = record["baseline"]
         after = record["value"]
         error_before, error_after = record["standard_error"]
-        rows.append(
-            [record["name"][-1], f"{before:.3f} ± {error_before:.3f}", f"{after:.3f} ± {error_after:.3f}"]
-        )
+        rows.append([record["name"][-1], f"{before:.3f} ± {error_before:.3f}", f"{after:.3f} ± {error_after:.3f}"])
     return table(["seed", "before RL", "after RL"], rows)
 
 
@@ -139,8 +137,7 @@ def _grid_table(runs: list[dict]) -> str:
     # The command of some runs names a learning rate that the file has by now.
     command = min(run["command"] for run in runs)
     caption = (
-        f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{command}`, "
-        f"{first['date']}"
+        f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{command}`, {first['date']}"
     )
     return f"{caption}\n\n{markdown_table(*table_rows(runs))}"
 
