@@ -64,7 +64,7 @@ FIRST_PAGE = (
         "BF16",
         "BF16",
         "paper_a",
-        ("evidence", {"variant": AS_IT_IS, "name": "rceil+mbs128-hybrid+of0.5"}),
+        ("evidence", {"variant": AS_IT_IS, "name": "rceil+mbs128-static+of0.5"}),
     ),
     FirstPageRow(
         "W4A4, block mantissas, whole residuals",
