@@ -89,6 +89,13 @@ def test_rollout_correction_is_read_as_a_boolean_too(given, expected, tmp_path):
     assert config(tmp_path, rollout_correction=given).rollout_correction == expected
 
 
+def test_noise_is_off_by_default_and_a_schedule_without_it_is_warned_of(tmp_path, caplog):
+    assert config(tmp_path).aqn is False
+    assert "no effect" not in caplog.text
+    config(tmp_path, aqn_sigma_start=2e-2)
+    assert "NoiseSchedule(start=0.02, end=0.001, stages=10) has no effect without aqn=True" in caplog.text
+
+
 def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("use_cpu: true\nbf16: false\naqn_sigma_start: 2.0e-2\naqn: false\nvllm_mode: server\n")
