@@ -142,26 +142,22 @@ def bits_cell(bits: float) -> str:
 
 def readme_evidence() -> str:
     """Return the first page: what a scheme stores, what multiplies it, what it loses, and where RL ends."""
+    # The earlier grid counts where the declared one has no runs of a cell.
+    trained = {}
+    for runs, where in ((runs_at_the_best_rate(), ", earlier grid"), (reported_runs(), "")):
+        for run in statistics(runs):
+            spread = ""
+            if run["over_seeds"] is not None:
+                spread = f" ± {100 * run['over_seeds']:.1f}"
+            trained[run["cell"]] = f"{100 * run['after']:.1f}{spread} ({len(run['seeds'])}{where})"
     rows = []
     for row in FIRST_PAGE:
         bits, kl = _loss_of(row)
         loss = "" if row.is_student else kl
-        rows.append([row.name, bits_cell(bits), row.hopper, row.blackwell, loss, _accuracy_of(row.cell)])
+        accuracy = trained.get(row.cell, "not run")
+        rows.append([row.name, bits_cell(bits), row.hopper, row.blackwell, loss, accuracy])
     columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", "KL, GSM8K", "accuracy after RL, %"]
     return table(columns, rows)
-
-
-def _accuracy_of(cell: str) -> str:
-    """Return the accuracy of a cell after RL with the number of runs, from the earlier grid where the declared one has
-    none."""
-    for runs, where in ((reported_runs(), ""), (runs_at_the_best_rate(), ", earlier grid")):
-        for row in statistics(runs):
-            if row["cell"] == cell:
-                spread = ""
-                if row["over_seeds"] is not None:
-                    spread = f" ± {100 * row['over_seeds']:.1f}"
-                return f"{100 * row['after']:.1f}{spread} ({len(row['seeds'])}{where})"
-    return "not run"
 
 
 def _loss_of(row: FirstPageRow) -> tuple[float, str]:
