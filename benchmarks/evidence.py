@@ -96,10 +96,8 @@ def variants(cores: bool, names: Sequence[str]) -> Iterator[tuple[str, Prepare, 
         schemes = read_schemes(list(CORES if cores else names))
         yield "as it is", lambda *_: None, schemes
         yield "smoothed", smoothed, schemes
-    if cores:
         weights, exact = read_schemes([f"w4a16:{OURS}_fp8", f"w4a8:{OURS}_fp8"])
         yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), [with_rotation(exact)]
-    if cores or names:
         return
     weights = read_schemes([f"w4a16:{OURS}"])[0]
     yield "as it is", lambda *_: None, [*read_schemes(list(AS_IT_IS)), *rotated((OURS,))]
@@ -159,7 +157,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="what is predicted: JSON lines or plain text")
     parser.add_argument("--samples", type=int, default=200, help="texts or windows to predict")
     parser.add_argument("--cores", action="store_true", help="the schemes of tensor cores alone; give --out too")
-    parser.add_argument("--schemes", nargs="+", default=[], help="these alone, as it is and smoothed; give --out too")
+    parser.add_argument("--schemes", nargs="+", default=[], help="these instead of those of tensor cores; give --out too")
     run(parser.parse_args())
 
 
