@@ -13,9 +13,15 @@ from hf_mxfp4.recipes.post_training.shared_prompts import SharedPromptTrainer
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
 
 
+def rows(*prompts):
+    return Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+
+
 #: Prompts of different lengths, so that some are padded.
-PROMPTS = Dataset.from_list([{"prompt": prompt} for prompt in ("1+2=", "10+25=", "3=", "12+12=")])
-FULL_PRECISION = {"allow_full_precision": True, "aqn": False, "dataset": PROMPTS}
+PROMPTS = rows("1+2=", "10+25=", "3=", "12+12=")
+#: Prompts that start with a solved example.
+SOLVED = rows("2+2=4+1+2=", "2+2=4+4+1=")
+FULL_PRECISION = {"allow_full_precision": True, "aqn": False}
 
 
 @pytest.fixture
@@ -23,9 +29,10 @@ def build(tmp_path):
     return trainer_factory(tmp_path)
 
 
-@pytest.fixture
-def shared(build):
-    return build(kind=SharedPromptTrainer, policy=make_model(hidden=32, intermediate=48), **FULL_PRECISION)
+@pytest.fixture(params=[PROMPTS, SOLVED], ids=["padded", "solved example"])
+def shared(build, request):
+    policy = make_model(hidden=32, intermediate=48)
+    return build(kind=SharedPromptTrainer, policy=policy, dataset=request.param, **FULL_PRECISION)
 
 
 def scored(trainer, kind, batch):
@@ -43,7 +50,6 @@ def scored(trainer, kind, batch):
 
 def test_log_probs_and_gradients_are_those_of_whole_sequences(shared):
     batch = rollout(shared)
-    assert not batch["prompt_mask"].all()  # some prompt is padded
     expected = scored(shared, MXFP4GRPOTrainer, batch)
     torch.testing.assert_close(scored(shared, SharedPromptTrainer, batch), expected, rtol=1e-3, atol=1e-4)
 
@@ -53,6 +59,32 @@ def test_completions_are_sampled_from_the_same_distribution(shared):
     log_probs, *_ = scored(shared, MXFP4GRPOTrainer, batch)
     sampled = batch["sampling_per_token_logps"][batch["completion_mask"].bool()]
     torch.testing.assert_close(sampled, log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_prompts_start_with_is_computed_once(build, monkeypatch):
+    policy = make_model(hidden=32, intermediate=48)
+    trainer = build(kind=SharedPromptTrainer, policy=policy, dataset=SOLVED, **FULL_PRECISION)
+    batch = rollout(trainer)
+    computed = []
+    forward = trainer.model.forward
+    monkeypatch.setattr(
+        trainer.model,
+        "forward",
+        lambda input_ids, **options: computed.append(tuple(input_ids.shape)) or forward(input_ids, **options),
+    )
+    scored(trainer, SharedPromptTrainer, batch)
+    # "2+2=4+", the rest of both prompts but its last token, and that token with four completions of each.
+    assert computed == [(1, 6), (2, 3), (8, 5)]
+
+
+def test_greedy_completions_are_those_of_the_model_alone(shared):
+    inputs = shared.processing_class(
+        list(shared.train_dataset["prompt"]), return_tensors="pt", padding=True, padding_side="left"
+    )
+    inputs.pop("token_type_ids", None)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    expected = type(shared.model).generate(shared.model, **inputs, **options)
+    assert shared.model.generate(**inputs, **options).tolist() == expected.tolist()
 
 
 def test_the_default_scheme_trains_and_logs_how_many_completions_share_a_prompt(build):
@@ -70,7 +102,7 @@ def test_rollouts_end_with_their_line(build):
     bias[line_break] = 50.0  # it writes nothing else
     policy.lm_head.bias = torch.nn.Parameter(bias)
     end_with_line(policy, tokenizer)
-    trainer = build(kind=SharedPromptTrainer, policy=policy, tokenizer=tokenizer, **FULL_PRECISION)
+    trainer = build(kind=SharedPromptTrainer, policy=policy, tokenizer=tokenizer, dataset=PROMPTS, **FULL_PRECISION)
     batch = rollout(trainer)
     assert batch["completion_ids"].tolist() == [[line_break]] * 8
     assert batch["completion_mask"].tolist() == [[1]] * 8
