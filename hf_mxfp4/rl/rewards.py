@@ -150,8 +150,8 @@ def _text(completion: Any) -> str:
     return ""
 
 
-def rewards_of(check: Callable[[str, str], bool], completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """Return 1.0 for each completion that ``check`` finds right, else 0.0.
+def rewards_of(check: Callable[[str, str], float], completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    """Return what ``check`` says of each completion, as a number: 1.0 if it is right, else 0.0.
 
     Args:
         check: called with the text of a completion and its answer.

@@ -135,8 +135,8 @@ def load_function(name: str, option: str, form: str) -> Callable[..., Any]:
     return found
 
 
-def reward_of(score: Callable[[str, str], bool]) -> Callable[..., list[float]]:
-    """Make a reward function of a score: 1.0 where the completion is right, else 0.0."""
+def reward_of(score: Callable[[str, str], float]) -> Callable[..., list[float]]:
+    """Make a reward function of a score, which gives a number, or whether the completion is right (1.0, else 0.0)."""
 
     def reward(completions, answer, **kwargs):
         return rewards_of(score, completions, answer)

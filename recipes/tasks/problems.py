@@ -341,8 +341,8 @@ def few_shot(subsets: Subsets) -> Task:
     )
 
 
-#: Sums that are solved before each problem of `few_shot_steps`.
-STEP_SHOTS = ((4, 2, 3, 5), (1, 5, 2, 2), (3, 4, 1, 5), (5, 3, 3, 1))
+#: The sum that is solved before each problem of `few_shot_steps`.
+STEPS_SHOT = (4, 2, 3, 5)
 _LARGEST_TERM = 5
 _STEPS_HELD_OUT = 300
 
@@ -354,13 +354,21 @@ def is_last_word_correct(completion: str, answer: str) -> bool:
     return line.split()[-1:] == answer.split()[-1:]
 
 
+def right_steps(completion: str, answer: str) -> float:
+    """Return the share of the steps of `answer` that `completion` has before its first other step."""
+    steps = answer.split(". ")
+    given = completion.split("\n", 1)[0].split(". ")
+    right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(given, steps, strict=False))
+    return len(list(right)) / len(steps)
+
+
 def few_shot_steps(subsets: Subsets) -> Task:
     r"""Ask for sums of four numbers from 1 to 5, step by step, so that a wrong token spoils those after it.
 
-    Prompts are ``"Start with 3, add 5, add 2, add 4.\n"`` after four solved sums. Completions are one line, of about
-    30 tokens: ``"3 plus 5 is 8. 8 plus 2 is 10. 10 plus 4 is 14."`` The last word alone is rewarded; the score
-    `all_steps` asks for the whole line. Of 621 sums at most 300 are held out as the test. The same numbers in another
-    order are never in the other split.
+    Prompts are ``"Start with 3, add 5, add 2, add 4.\n"`` after a solved sum. Completions are one line, of about
+    30 tokens: ``"3 plus 5 is 8. 8 plus 2 is 10. 10 plus 4 is 14."`` The reward is the share of right steps. The score
+    `last_word` asks for the sum, `all_steps` for the whole line. Of 624 sums at most 300 are held out as the test. The
+    same numbers in another order are never in the other split.
     """
 
     def problem(terms: tuple[int, ...]) -> tuple[str, str, str]:
@@ -373,19 +381,17 @@ def few_shot_steps(subsets: Subsets) -> Task:
         line = " ".join(steps)
         return f"Start with {question}.\n", f"{line}\n", line
 
-    shots = ""
-    for terms in STEP_SHOTS:
-        question, solution, _ = problem(terms)
-        shots += question + solution
+    question, solution, _ = problem(STEPS_SHOT)
+    shot = question + solution
     groups: dict[tuple[int, ...], list[tuple[str, str, str]]] = {}
-    for terms in itertools.product(range(1, _LARGEST_TERM + 1), repeat=len(STEP_SHOTS[0])):
-        if terms not in STEP_SHOTS:
+    for terms in itertools.product(range(1, _LARGEST_TERM + 1), repeat=len(STEPS_SHOT)):
+        if terms != STEPS_SHOT:
             question, solution, line = problem(terms)
-            groups.setdefault(tuple(sorted(terms)), []).append((shots + question, solution, line))
+            groups.setdefault(tuple(sorted(terms)), []).append((shot + question, solution, line))
     return Task(
         "few_shot_steps",
         **subsets.split("few_shot_steps", list(groups.values()), _STEPS_HELD_OUT),
-        reward_funcs=[reward_of(is_last_word_correct)],
+        reward_funcs=[reward_of(right_steps)],
         scores={"last_word": is_last_word_correct, "all_steps": is_first_line_correct},
         max_completion_length=48,
         is_one_line=True,

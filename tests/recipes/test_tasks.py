@@ -261,11 +261,11 @@ def test_no_sum_of_the_few_shot_test_has_its_twin_in_training():
 
 def test_few_shot_steps_are_sums_of_four_numbers():
     task = load_task("few_shot_steps")
-    assert len(task.train) + len(task.test) == 621
+    assert len(task.train) + len(task.test) == 624
     assert 280 < len(task.test) <= 300
     for row in [*task.train, *task.test]:
-        *shots, question = row["prompt"].splitlines()
-        assert shots[-2:] == ["Start with 5, add 3, add 3, add 1.", "5 plus 3 is 8. 8 plus 3 is 11. 11 plus 1 is 12."]
+        *shot, question = row["prompt"].splitlines()
+        assert shot == ["Start with 4, add 2, add 3, add 5.", "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 14."]
         assert row["completion"] == row["answer"] + "\n"
         a, b, c, d = terms_of(question)
         assert question == f"Start with {a}, add {b}, add {c}, add {d}."
@@ -287,22 +287,24 @@ def test_no_sum_of_few_shot_steps_is_in_training_in_another_order():
     assert not train & test
 
 
-def test_few_shot_steps_are_rewarded_for_the_last_word_of_a_line():
+def test_few_shot_steps_are_rewarded_for_the_steps_before_the_first_wrong_one():
     task = load_task("few_shot_steps")
     answer = "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 14."
-    verdicts = {  # the last word, all steps
-        answer + "\nStart with 1": (True, True),
-        "4 plus 2 is 7. 6 plus 3 is 9. 9 plus 5 is 14.": (True, False),
-        "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 15.": (False, False),
-        "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 14": (False, False),  # cut off, perhaps
-        "4 plus 2 is 6.\n14.": (False, False),
-        "": (False, False),
+    verdicts = {  # the last word, all steps, the reward
+        answer + "\nStart with 1": (True, True, 1.0),
+        "4 plus 2 is 7. 6 plus 3 is 9. 9 plus 5 is 14.": (True, False, 0.0),
+        "4 plus 2 is 6. 9 plus 5 is 14.": (True, False, 1 / 3),
+        "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 15.": (False, False, 2 / 3),
+        "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 14": (False, False, 2 / 3),  # cut off, perhaps
+        answer + " 14 plus 1 is 15.": (False, False, 2 / 3),
+        "4 plus 2 is 6.\n14.": (False, False, 0.0),
+        "": (False, False, 0.0),
     }
     assert list(task.scores) == ["last_word", "all_steps"]
-    for text, expected in verdicts.items():
-        assert tuple(score(text, answer) for score in task.scores.values()) == expected, text
     (reward,) = task.reward_funcs
-    assert reward(completions=list(verdicts), answer=[answer] * 6) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    for text, expected in verdicts.items():
+        found = (*(score(text, answer) for score in task.scores.values()), *reward([text], [answer]))
+        assert found == pytest.approx(expected), text
 
 
 def test_completions_end_with_their_line():
