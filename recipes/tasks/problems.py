@@ -342,8 +342,8 @@ def few_shot(subsets: Subsets) -> Task:
 
 
 #: The sum that is solved before each problem of `few_shot_steps`.
-STEPS_SHOT = (4, 2, 3, 5)
-_LARGEST_TERM = 5
+STEPS_SHOT = (7, 2, 6, 4)
+_LARGEST_TERM = 9
 _STEPS_HELD_OUT = 300
 
 
@@ -363,11 +363,11 @@ def right_steps(completion: str, answer: str) -> float:
 
 
 def few_shot_steps(subsets: Subsets) -> Task:
-    r"""Ask for sums of four numbers from 1 to 5, step by step, so that a wrong token spoils those after it.
+    r"""Ask for sums of four numbers from 1 to 9, step by step, so that a wrong token spoils those after it.
 
     Prompts are ``"Start with 3, add 5, add 2, add 4.\n"`` after a solved sum. Completions are one line, of about
     30 tokens: ``"3 plus 5 is 8. 8 plus 2 is 10. 10 plus 4 is 14."`` The reward is the share of right steps. The score
-    `last_word` asks for the sum, `all_steps` for the whole line. Of 624 sums at most 300 are held out as the test. The
+    `last_word` asks for the sum, `all_steps` for the whole line. Of 6,560 sums at most 300 are held out as the test. The
     same numbers in another order are never in the other split.
     """
 

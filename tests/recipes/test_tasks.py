@@ -261,11 +261,11 @@ def test_no_sum_of_the_few_shot_test_has_its_twin_in_training():
 
 def test_few_shot_steps_are_sums_of_four_numbers():
     task = load_task("few_shot_steps")
-    assert len(task.train) + len(task.test) == 624
+    assert len(task.train) + len(task.test) == 6560
     assert 280 < len(task.test) <= 300
     for row in [*task.train, *task.test]:
         *shot, question = row["prompt"].splitlines()
-        assert shot == ["Start with 4, add 2, add 3, add 5.", "4 plus 2 is 6. 6 plus 3 is 9. 9 plus 5 is 14."]
+        assert shot == ["Start with 7, add 2, add 6, add 4.", "7 plus 2 is 9. 9 plus 6 is 15. 15 plus 4 is 19."]
         assert row["completion"] == row["answer"] + "\n"
         a, b, c, d = terms_of(question)
         assert question == f"Start with {a}, add {b}, add {c}, add {d}."
