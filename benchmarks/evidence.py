@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="what is predicted: JSON lines or plain text")
     parser.add_argument("--samples", type=int, default=200, help="texts or windows to predict")
     parser.add_argument("--cores", action="store_true", help="the schemes of tensor cores alone; give --out too")
-    parser.add_argument("--schemes", nargs="+", default=[], help="these instead of those of tensor cores; give --out too")
+    parser.add_argument("--schemes", nargs="+", default=[], help="these instead; give --out too")
     run(parser.parse_args())
 
 

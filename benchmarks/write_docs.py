@@ -42,6 +42,7 @@ _FUNCTIONS = (
     runs.architectures,
     runs.two_points,
     runs.two_points_rates,
+    runs.steps,
     verdicts,
     runs.recovery,
     runs.recovery_cpu,

@@ -75,20 +75,25 @@ def architectures() -> str:
     return "\n".join(parts)
 
 
-#: Seeds that the learning rates of `recovery_two_points.yaml` are chosen on, which are not reported.
+#: Seeds that learning rates are chosen on, which are not reported.
 TUNING_SEEDS = (100, 101)
 #: End points of a run, as its record names them.
 _ENDS = ("value", "mean_of_curve")
 
 
-def reported_runs() -> list[dict]:
-    """Return the runs of `recipes/configs/recovery_two_points.yaml` that learning rates were not chosen on."""
-    return [record for record in records("recovery_two_points") if record["seed"] not in TUNING_SEEDS]
+def reported_runs(grid: str = "recovery_two_points") -> list[dict]:
+    """Return the runs of a grid in `recipes/configs` that learning rates were not chosen on."""
+    return [record for record in records(grid) if record["seed"] not in TUNING_SEEDS]
 
 
 def two_points() -> str:
     """Return the table of RL with a declared protocol, with what ran where."""
     return _grid_table(reported_runs())
+
+
+def steps() -> str:
+    """Return the table of RL with answers of several steps."""
+    return _grid_table(reported_runs("recovery_steps"))
 
 
 def two_points_rates() -> str:
@@ -116,11 +121,7 @@ def runs_at_the_best_rate() -> list[dict]:
     for record in records("recovery_smollm2"):
         if record["learning_rate"] == record["options"].get("learning_rate", 2e-5):
             mean_of_curve = fmean(value for _, value in record["curves"]["greedy/first_line"])
-            run = {**record, "reference": "policy", "mean_of_curve": mean_of_curve}
-            # Residuals were the default then.
-            if record["cell"] == "default":
-                run["cell"] = "w4a4_residuals"
-            runs.append(run)
+            runs.append({**record, "reference": "policy", "mean_of_curve": mean_of_curve})
     return runs
 
 

@@ -2,7 +2,7 @@
 """Single numbers in the sentences of documents, from the records."""
 
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 
 from hf_mxfp4.lab.evaluation.intervals import welch_interval, with_interval
 from hf_mxfp4.recipes.ablations.results import statistics
@@ -18,6 +18,18 @@ def _minus_bf16(cell: str, key: str = "difference") -> str:
     """Return accuracy points of a cell minus BF16 with the 95 % interval and the number of runs."""
     [row] = [row for row in statistics(reported_runs()) if row["cell"] == cell]
     return f"{with_interval(row[key], 100, 1)} ({len(row['seeds'])} runs)"
+
+
+def _effect_of_noise(cell: str) -> str:
+    """Return by how much AQN changes the accuracy of a cell, and its reward and entropy (means over training), with
+    95 % intervals."""
+    clean, noisy = ([run for run in reported_runs() if run["cell"] == name] for name in (cell, f"{cell}_aqn"))
+    accuracy = welch_interval([run["value"] for run in clean], [run["value"] for run in noisy])
+    told = [f"accuracy {with_interval(accuracy, 100, 1)} points"]
+    for name, unit in (("reward", ""), ("entropy", " nats")):
+        means = [[fmean(value for _, value in run["curves"][name]) for run in runs] for runs in (clean, noisy)]
+        told.append(f"{name} {with_interval(welch_interval(*means), 1, 3)}{unit}")
+    return f"{', '.join(told)} ({len(noisy)} and {len(clean)} runs)"
 
 
 def _range(file: str, value: Callable[[dict], float], form: str = ".0f") -> str:
@@ -54,6 +66,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "gptq_end": lambda: _minus_bf16("bf16_then_gptq"),
     "distilled_end": lambda: _minus_bf16("w4a8_distilled"),
     "distilled_curve": lambda: _minus_bf16("w4a8_distilled", "curve_difference"),
+    "noise_paper": lambda: _effect_of_noise("paper_a"),
+    "noise_w4a8": lambda: _effect_of_noise("w4a8_smoothed"),
     "gpu_forward": lambda: _number("gpu_forward", "ratio", ".2f", "forward / w4a8"),
     "gpu_training": lambda: _number("gpu_linear", "ratio", ".2f", "linear / w4a8"),
     "gpu_training_w4a8g8": lambda: _number("gpu_linear", "ratio", ".2f", "linear / w4a8g8"),

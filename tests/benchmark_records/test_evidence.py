@@ -14,7 +14,7 @@ from benchmarks.documents import evidence as tables
 @pytest.fixture
 def options(tmp_path, monkeypatch):
     folder = tmp_path / "gemma"
-    make_model("gemma3_text", layers=1, vocab_size=400).save_pretrained(folder)
+    make_model("gemma3_text", layers=1, intermediate=128, vocab_size=400).save_pretrained(folder)
     make_tokenizer("qwen2").save_pretrained(folder)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"Natalia sold {i} clips to her friends."}) + "\n" for i in range(2)))
@@ -25,7 +25,7 @@ def options(tmp_path, monkeypatch):
     )
 
 
-def test_chosen_schemes_are_measured_as_it_is_and_smoothed_and_once(options, monkeypatch):
+def test_chosen_schemes_are_measured_on_each_checkpoint_and_once(options, monkeypatch):
     evidence.run(options)
     with open(options.out) as file:
         found = json.load(file)
@@ -34,6 +34,7 @@ def test_chosen_schemes_are_measured_as_it_is_and_smoothed_and_once(options, mon
         ("as it is", "w8a8"),
         ("smoothed", "rceil"),
         ("smoothed", "w8a8"),
+        ("smoothed, GPTQ for H64", "w4a8:even+mbs128-blockwise_fp8, H64"),
     ]
     assert {record["converted_from"] for record in found} == {"a GGUF file"}
     assert found[0]["command"].endswith("--samples 2 --schemes rceil w8a8")
@@ -46,9 +47,13 @@ def test_the_table_of_gemma_has_a_column_for_each_variant(monkeypatch):
         "name": "rceil", "text": "gsm8k/test.jsonl", "weight_bits": 4.25, "tensor_cores": ["FP8", "FP4"], "kl": 0.5,
         "value": 9.0, "kl_standard_error": 0.01, "baseline": 7.0, "command": "C", "converted_from": "a GGUF file",
     }  # fmt: skip
-    found = [entry | {"variant": "as it is"}, entry | {"variant": "smoothed", "kl": 0.25, "value": 8.0}]
+    found = [
+        entry | {"variant": "as it is"},
+        entry | {"variant": "smoothed", "kl": 0.25, "value": 8.0},
+        entry | {"variant": "smoothed, GPTQ for H64", "name": "rceil, H64", "kl": 0.125, "value": 7.5},
+    ]
     monkeypatch.setattr(tables, "records", lambda name: found)
     lines = tables.gemma().splitlines()
-    assert lines[0].endswith("| GSM8K, as it is | GSM8K, smoothed |")
-    assert lines[2] == "| `rceil` | 4.25 | FP8 | FP4 | 0.500 (9.00) | 0.250 (8.00) |"
+    assert lines[0].endswith("| GSM8K, as it is | GSM8K, smoothed | GSM8K, smoothed, GPTQ for H64 |")
+    assert lines[2] == "| `rceil` | 4.25 | FP8 | FP4 | 0.500 (9.00) | 0.250 (8.00) | 0.125 (7.50) |"
     assert lines[-1].endswith("`C`; the checkpoint was a GGUF file")

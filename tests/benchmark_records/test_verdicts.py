@@ -6,18 +6,11 @@ import pytest
 from benchmarks.documents import verdicts
 
 
-def verdict(monkeypatch, claim, declared, earlier=()):
-    """The row of one claim, with accuracies by cell in the declared and in the earlier grid."""
-
-    def runs(accuracies):
-        return [{"cell": cell, "value": value} for cell, values in dict(accuracies).items() for value in values]
-
+def verdict(monkeypatch, claim, accuracies):
+    """The row of one claim, with accuracies by cell."""
+    runs = [{"cell": cell, "value": value} for cell, values in accuracies.items() for value in values]
     monkeypatch.setattr(verdicts, "CLAIMS", [claim])
-    monkeypatch.setattr(verdicts, "reported_runs", lambda: runs(declared))
-    earlier = {"policy": [], "bf16": [], **dict(earlier)}
-    monkeypatch.setattr(
-        verdicts, "runs_at_the_best_rate", lambda: runs(earlier) + runs({"policy": [0.6], "bf16": [0.5]})
-    )
+    monkeypatch.setattr(verdicts, "reported_runs", lambda: runs)
     return verdicts.verdicts().splitlines()[2]
 
 
@@ -43,8 +36,3 @@ def test_the_whole_interval_decides(monkeypatch, claim, a, expected):
 def test_a_single_run_says_nothing(monkeypatch):
     found = verdict(monkeypatch, REACHES, {"a": (0.9,), "b": (0.1, 0.2)})
     assert found == "| a reaches b | not run |  | fewer than two runs |"
-
-
-def test_the_earlier_grid_counts_where_the_declared_one_has_no_runs(monkeypatch):
-    found = verdict(monkeypatch, REACHES, {"a": (0.5,)}, {"a": (0.64, 0.66), "b": (0.59, 0.61)})
-    assert found == "| a reaches b | **holds** | +5.0 [-1.1, +11.1] | 2 and 2, earlier grid |"
