@@ -367,8 +367,8 @@ def few_shot_steps(subsets: Subsets) -> Task:
 
     Prompts are ``"Start with 3, add 5, add 2, add 4.\n"`` after a solved sum. Completions are one line, of about
     30 tokens: ``"3 plus 5 is 8. 8 plus 2 is 10. 10 plus 4 is 14."`` The reward is the share of right steps. The score
-    `last_word` asks for the sum, `all_steps` for the whole line. Of 6,560 sums at most 300 are held out as the test. The
-    same numbers in another order are never in the other split.
+    `last_word` asks for the sum, `all_steps` for the whole line. Of 6,560 sums at most 300 are held out as the test.
+    The same numbers in another order are never in the other split.
     """
 
     def problem(terms: tuple[int, ...]) -> tuple[str, str, str]:
