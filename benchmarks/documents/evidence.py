@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hf_mxfp4.lab.evaluation.intervals import with_interval
 from hf_mxfp4.recipes.ablations.results import statistics
 
 from ..records import records, table
@@ -44,7 +45,7 @@ class FirstPageRow:
         hopper, blackwell: what the tensor cores multiply.
         cell: of the RL experiment.
         loss: file and values of the record with the loss; `None` for full precision.
-        is_student: RL starts from other weights than those of the record, which then gives the bits alone.
+        is_student: the weights of RL are others than those of the record, which then gives the bits alone.
     """
 
     name: str
@@ -60,7 +61,7 @@ FIRST_PAGE = (
     FirstPageRow("BF16", "BF16", "BF16", "bf16", None),
     FirstPageRow("plain MXFP4", "FP8", "FP4", "mxfp4", ("evidence", {"variant": AS_IT_IS, "name": "rceil"})),
     FirstPageRow(
-        "the paper's MBS + OF",
+        "the paper's MBS + OF, unsmoothed",
         "BF16",
         "BF16",
         "paper_a",
@@ -75,6 +76,7 @@ FIRST_PAGE = (
     ),
     FirstPageRow("**the default**: W4A8, smoothed", "FP8", "FP8", "w4a8_smoothed", _DEFAULT),
     FirstPageRow("W4A8, smoothed and distilled", "FP8", "FP8", "w4a8_distilled", _DEFAULT, is_student=True),
+    FirstPageRow("BF16 in RL, then W4A8 by GPTQ", "FP8", "FP8", "bf16_then_gptq", _DEFAULT, is_student=True),
 )
 
 
@@ -147,14 +149,15 @@ def readme_evidence() -> str:
         spread = ""
         if run["over_seeds"] is not None:
             spread = f" ± {100 * run['over_seeds']:.1f}"
-        trained[run["cell"]] = f"{100 * run['after']:.1f}{spread} ({len(run['seeds'])})"
+        minus_bf16 = "" if run["difference"] is None else with_interval(run["difference"], 100, 1)
+        trained[run["cell"]] = [f"{100 * run['after']:.1f}{spread} ({len(run['seeds'])})", minus_bf16]
     rows = []
     for row in FIRST_PAGE:
         bits, kl = _loss_of(row)
         loss = "" if row.is_student else kl
-        accuracy = trained.get(row.cell, "not run")
-        rows.append([row.name, bits_cell(bits), row.hopper, row.blackwell, loss, accuracy])
-    columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", "KL, GSM8K", "accuracy after RL, %"]
+        accuracies = trained.get(row.cell, ["not run", ""])
+        rows.append([row.name, bits_cell(bits), row.hopper, row.blackwell, loss, *accuracies])
+    columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", "KL, GSM8K", "accuracy after RL, %", "minus BF16"]
     return table(columns, rows)
 
 

@@ -150,9 +150,9 @@ def recovery() -> Figure:
     """Draw accuracy over the steps of RL for the schemes of the first page, means over seeds."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    runs = reported_runs()
+    trained = [run for run in reported_runs() if run["curves"]]  # not those that were rounded after training
     for row in FIRST_PAGE:
-        curves = [run["curves"]["greedy/first_line"] for run in runs if run["cell"] == row.cell]
+        curves = [run["curves"]["greedy/first_line"] for run in trained if run["cell"] == row.cell]
         if not curves:
             continue
         steps = [step for step, _ in curves[0]]
