@@ -38,6 +38,7 @@ CLAIMS = (
     Claim("Distilled W4A8 is better than BF16, then GPTQ (ours)", "w4a8_distilled", "bf16_then_gptq", reaches=False),
     Claim("Smoothed W4A8 is better than BF16, then GPTQ (ours)", "w4a8_smoothed", "bf16_then_gptq", reaches=False),
     Claim("LoRA on packed W4A8, smoothed, reaches LoRA in BF16 (ours)", "w4a8_lora", "bf16_lora"),
+    Claim("The same, rounded by GPTQ, reaches LoRA in BF16 (ours)", "w4a8_lora_gptq", "bf16_lora"),
     Claim("FP8 reaches BF16", "w8a8", "bf16"),
 )
 
