@@ -20,6 +20,12 @@ def _minus_bf16(cell: str, key: str = "difference") -> str:
     return f"{with_interval(row[key], 100, 1)} ({len(row['seeds'])} runs)"
 
 
+def _minus_lora(cell: str) -> str:
+    """Return accuracy points of a cell with LoRA minus LoRA in BF16, with the 95 % interval and the number of runs."""
+    values, others = ([run["value"] for run in reported_runs() if run["cell"] == name] for name in (cell, "bf16_lora"))
+    return f"{with_interval(welch_interval(others, values), 100, 1)} ({len(values)} and {len(others)} runs)"
+
+
 def _effect_of_noise(cell: str) -> str:
     """Return by how much AQN changes the accuracy of a cell, and its reward and entropy (means over training), with
     95 % intervals."""
@@ -66,6 +72,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gptq_end": lambda: _minus_bf16("bf16_then_gptq"),
     "distilled_end": lambda: _minus_bf16("w4a8_distilled"),
     "distilled_curve": lambda: _minus_bf16("w4a8_distilled", "curve_difference"),
+    "lora_end": lambda: _minus_lora("w4a8_lora"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
     "noise_w4a8": lambda: _effect_of_noise("w4a8_smoothed"),
     "gpu_forward": lambda: _number("gpu_forward", "ratio", ".2f", "forward / w4a8"),
