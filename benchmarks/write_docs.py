@@ -45,7 +45,6 @@ _FUNCTIONS = (
     runs.steps,
     verdicts,
     runs.recovery,
-    runs.recovery_cpu,
     gpu.gpu,
     gpu.decode_modelled,
     gpu.training_modelled,

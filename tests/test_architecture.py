@@ -76,7 +76,7 @@ LIMITS = {
     "hf_mxfp4/lab": 33_500,
     "kernels": 29_900,
     "recipes": 37_950,
-    "benchmarks": 42_600,
+    "benchmarks": 40_950,
     "tests": 334_500,
     "docs (words)": 18_400,
 }

@@ -127,7 +127,7 @@ def runs_at_the_best_rate() -> list[dict]:
 
 def recovery() -> str:
     """Return the table of the earlier grid, with what ran where."""
-    return _grid_table([record for record in runs_at_the_best_rate() if not record["cell"].startswith("mxfp4_")])
+    return _grid_table(runs_at_the_best_rate())
 
 
 def _grid_table(runs: list[dict]) -> str:
@@ -141,13 +141,3 @@ def _grid_table(runs: list[dict]) -> str:
         f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{command}`, {first['date']}"
     )
     return f"{caption}\n\n{markdown_table(*table_rows(runs))}"
-
-
-def recovery_cpu() -> str:
-    """Return the cells that a CPU ran with one seed, and the corrections of plain MXFP4."""
-    corrections = [record for record in runs_at_the_best_rate() if record["cell"].startswith("mxfp4_")]
-    accuracies: dict[str, list[str]] = {}
-    for record in records("recovery_cpu") + corrections:
-        accuracies.setdefault(record["label"], []).append(f"{100 * record['value']:.1f}")
-    rows = [[label, ", ".join(values)] for label, values in accuracies.items()]
-    return table(["cell", "after RL"], rows)

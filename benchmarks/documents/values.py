@@ -5,7 +5,6 @@ from collections.abc import Callable
 from statistics import fmean, median
 
 from hf_mxfp4.lab.evaluation.intervals import welch_interval, with_interval
-from hf_mxfp4.recipes.ablations.results import statistics
 
 from ..records import records
 from .runs import reported_runs, runs_at_the_best_rate
@@ -14,16 +13,10 @@ from .runs import reported_runs, runs_at_the_best_rate
 _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
 
 
-def _minus_bf16(cell: str, key: str = "difference") -> str:
-    """Return accuracy points of a cell minus BF16 with the 95 % interval and the number of runs."""
-    [row] = [row for row in statistics(reported_runs()) if row["cell"] == cell]
-    return f"{with_interval(row[key], 100, 1)} ({len(row['seeds'])} runs)"
-
-
-def _minus_lora(cell: str) -> str:
-    """Return accuracy points of a cell with LoRA minus LoRA in BF16, with the 95 % interval and the number of runs."""
-    values, others = ([run["value"] for run in reported_runs() if run["cell"] == name] for name in (cell, "bf16_lora"))
-    return f"{with_interval(welch_interval(others, values), 100, 1)} ({len(values)} and {len(others)} runs)"
+def _minus(other: str, cell: str, key: str = "value") -> str:
+    """Return accuracy points of a cell minus another's, with the 95 % interval and the number of runs."""
+    values, others = ([run[key] for run in reported_runs() if run["cell"] == name] for name in (cell, other))
+    return f"{with_interval(welch_interval(others, values), 100, 1)} ({len(values)} runs)"
 
 
 def _effect_of_noise(cell: str) -> str:
@@ -67,12 +60,12 @@ def _seconds_of_runs(*cells: str) -> str:
 
 #: By the names of markers.
 VALUES: dict[str, Callable[[], str]] = {
-    "smoothed_end": lambda: _minus_bf16("w4a8_smoothed"),
-    "smoothed_curve": lambda: _minus_bf16("w4a8_smoothed", "curve_difference"),
-    "gptq_end": lambda: _minus_bf16("bf16_then_gptq"),
-    "distilled_end": lambda: _minus_bf16("w4a8_distilled"),
-    "distilled_curve": lambda: _minus_bf16("w4a8_distilled", "curve_difference"),
-    "lora_end": lambda: _minus_lora("w4a8_lora"),
+    "smoothed_end": lambda: _minus("bf16", "w4a8_smoothed"),
+    "smoothed_curve": lambda: _minus("bf16", "w4a8_smoothed", "mean_of_curve"),
+    "gptq_end": lambda: _minus("bf16", "bf16_then_gptq"),
+    "distilled_end": lambda: _minus("bf16", "w4a8_distilled"),
+    "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
+    "lora_end": lambda: _minus("bf16_lora", "w4a8_lora"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
     "noise_w4a8": lambda: _effect_of_noise("w4a8_smoothed"),
     "gpu_forward": lambda: _number("gpu_forward", "ratio", ".2f", "forward / w4a8"),

@@ -69,13 +69,9 @@ def recovery():
     ("cells", "scheme"),
     [
         # What starts from a distilled model has the scheme that it was distilled in.
-        (("w4a8", "w4a8_distilled", "bf16_then_qad"), MXFP4RLConfig(preset="w4a8")),
+        (("w4a8", "w4a8_distilled"), MXFP4RLConfig(preset="w4a8")),
         (("w4a4", "w4a4_distilled"), MXFP4RLConfig(preset="w4a4")),
-        (
-            ("w4a4_h64_distilled", "bf16_then_qad_w4a4"),
-            MXFP4RLConfig(preset="w4a4", fprop={"rotation": "deterministic-64"}),
-        ),
-        (("w4a8_lora",), MXFP4RLConfig(mode="packed", preset="w4a8")),
+        (("w4a4_h64_distilled",), MXFP4RLConfig(preset="w4a4", fprop={"rotation": "deterministic-64"})),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -87,10 +83,6 @@ def test_cells_of_the_recovery_grid_have_their_schemes(recovery, cells, scheme):
 def test_cells_of_the_recovery_grid_do_what_their_names_say(recovery):
     assert recovery["bf16_dithered"].recipe.study.dither_masters
     assert not recovery["bf16"].recipe.study.dither_masters
-    assert recovery["policy"].recipe.study.save_policy
-    assert recovery["w4a8_lora"].model == recovery["bf16_lora"].model
-    assert recovery["bf16_then_gptq"].recipe.gptq
-    assert recovery["bf16_then_gptq"].training.max_steps == 0
     assert recovery["sampled_w4a8"].recipe.study.rollout_scheme == "w4a8"
     assert recovery["w4a8_smoothed"].quantization.smooth
     assert not recovery["w4a8_distilled"].quantization.smooth
@@ -103,6 +95,12 @@ def test_cells_of_two_points_have_dithered_masters_and_their_schemes():
     options = {run.cell.name: run.parse() for run in runs}
     assert options["bf16"].recipe.study.dither_masters
     assert options["w4a8_smoothed"].quantization == MXFP4RLConfig(preset="w4a8", smooth=True)
+    assert options["bf16"].recipe.study.save_policy
+    assert options["bf16_then_gptq"].recipe.gptq
+    assert options["bf16_then_gptq"].training.max_steps == 0
+    assert options["w4a8_lora"].model == options["w4a8_lora_gptq"].model == options["bf16_lora"].model
+    assert options["w4a8_lora"].quantization == MXFP4RLConfig(mode="packed", preset="w4a8", smooth=True)
+    assert options["w4a8_lora_gptq"].recipe.gptq
     assert not set(grid.seeds) & {100, 101}
 
 
