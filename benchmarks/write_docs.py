@@ -43,6 +43,7 @@ _FUNCTIONS = (
     runs.two_points,
     runs.two_points_rates,
     runs.steps,
+    runs.steps_mismatch,
     verdicts,
     runs.recovery,
     gpu.gpu,

@@ -76,9 +76,9 @@ LIMITS = {
     "hf_mxfp4/lab": 33_500,
     "kernels": 29_900,
     "recipes": 37_950,
-    "benchmarks": 40_950,
+    "benchmarks": 41_200,
     "tests": 334_500,
-    "docs (words)": 18_400,
+    "docs (words)": 18_500,
 }
 SIZES = packages.sizes(ROOT)
 

@@ -96,6 +96,19 @@ def steps() -> str:
     return _grid_table(reported_runs("recovery_steps"))
 
 
+def steps_mismatch() -> str:
+    """Return KL(sampler, trainer) in nats by cell and position of the token, means over runs and steps."""
+    logged: dict[str, dict[str, list[float]]] = {}
+    for run in reported_runs("recovery_steps"):
+        of_cell = logged.setdefault(run["label"], {})
+        for name, curve in run["curves"].items():
+            if name.startswith("sampling/kl/"):
+                of_cell.setdefault(name.removeprefix("sampling/kl/"), []).extend(value for _, value in curve)
+    places = list(next(iter(logged.values())))
+    rows = [[label, *(f"{fmean(of_cell[place]):.2g}" for place in places)] for label, of_cell in logged.items()]
+    return table(["cell", *places], rows)
+
+
 def two_points_rates() -> str:
     """Return the two end points by cell and learning rate, means over the tuning seeds."""
     by_label: dict[str, dict[float, list[dict]]] = {}

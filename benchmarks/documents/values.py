@@ -13,10 +13,11 @@ from .runs import reported_runs, runs_at_the_best_rate
 _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
 
 
-def _minus(other: str, cell: str, key: str = "value") -> str:
+def _minus(other: str, cell: str, key: str = "value", grid: str = "recovery_two_points") -> str:
     """Return accuracy points of a cell minus another's, with the 95 % interval and the number of runs."""
-    values, others = ([run[key] for run in reported_runs() if run["cell"] == name] for name in (cell, other))
-    return f"{with_interval(welch_interval(others, values), 100, 1)} ({len(values)} runs)"
+    values, others = ([run[key] for run in reported_runs(grid) if run["cell"] == name] for name in (cell, other))
+    counted = "1 run" if len(values) == 1 else f"{len(values)} runs"
+    return f"{with_interval(welch_interval(others, values), 100, 1, alone='')} ({counted})"
 
 
 def _effect_of_noise(cell: str) -> str:
@@ -65,6 +66,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gptq_end": lambda: _minus("bf16", "bf16_then_gptq"),
     "distilled_end": lambda: _minus("bf16", "w4a8_distilled"),
     "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
+    "steps_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_steps"),
     "lora_end": lambda: _minus("bf16_lora", "w4a8_lora"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
     "noise_w4a8": lambda: _effect_of_noise("w4a8_smoothed"),
