@@ -67,6 +67,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "distilled_end": lambda: _minus("bf16", "w4a8_distilled"),
     "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
     "steps_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_steps"),
+    "steps_distilled_end": lambda: _minus("bf16", "w4a8_distilled", grid="recovery_steps"),
     "lora_end": lambda: _minus("bf16_lora", "w4a8_lora"),
     "lora_gptq_end": lambda: _minus("bf16_lora", "w4a8_lora_gptq"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
