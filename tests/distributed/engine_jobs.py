@@ -277,7 +277,8 @@ def load_split(base: str) -> None:
     for mode in ("qat", "packed"):
         config = MXFP4RLConfig(mode=mode)
         load = AutoModelForCausalLM.from_pretrained
-        print("refused:", refusal(load, base, quantization_config=config, tp_plan="auto"), flush=True)
+        # In one piece: the other rank writes to the same file.
+        print(f"refused: {refusal(load, base, quantization_config=config, tp_plan='auto')}", flush=True)
     torch.distributed.barrier()
     print("the plain model", flush=True)
     AutoModelForCausalLM.from_pretrained(base, tp_plan="auto")
