@@ -50,6 +50,7 @@ def scored(trainer, kind, batch):
 
 def test_log_probs_and_gradients_are_those_of_whole_sequences(shared):
     batch = rollout(shared)
+    assert batch["prompt_mask"].all() == (len(shared.train_dataset) == len(SOLVED))  # others have a padded prompt
     expected = scored(shared, MXFP4GRPOTrainer, batch)
     torch.testing.assert_close(scored(shared, SharedPromptTrainer, batch), expected, rtol=1e-3, atol=1e-4)
 
