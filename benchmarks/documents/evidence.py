@@ -5,8 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_mxfp4.lab.evaluation.intervals import with_interval
-from hf_mxfp4.recipes.ablations.results import statistics
+from hf_mxfp4.recipes.ablations.results import accuracy_cell, difference_cell, statistics
 
 from ..records import records, table
 from .runs import reported_runs
@@ -146,11 +145,7 @@ def readme_evidence() -> str:
     """Return the first page: what a scheme stores, what multiplies it, what it loses, and where RL ends."""
     trained = {}
     for run in statistics(reported_runs()):
-        spread = ""
-        if run["over_seeds"] is not None:
-            spread = f" ± {100 * run['over_seeds']:.1f}"
-        minus_bf16 = "" if run["difference"] is None else with_interval(run["difference"], 100, 1)
-        trained[run["cell"]] = [f"{100 * run['after']:.1f}{spread} ({len(run['seeds'])})", minus_bf16]
+        trained[run["cell"]] = [f"{accuracy_cell(run)} ({len(run['seeds'])})", difference_cell(run["difference"])]
     rows = []
     for row in FIRST_PAGE:
         bits, kl = _loss_of(row)

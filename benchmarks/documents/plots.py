@@ -24,7 +24,7 @@ from .evidence import (
     of_both_operands,
     results_by_text,
 )
-from .runs import reported_runs
+from .runs import runs_of
 
 
 #: Schemes in the plot of errors.
@@ -150,11 +150,11 @@ def recovery() -> Figure:
     """Draw accuracy over the steps of RL for the schemes of the first page, means over seeds."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    trained = [run for run in reported_runs() if run["curves"]]  # not those that were rounded after training
     for row in FIRST_PAGE:
-        curves = [run["curves"]["greedy/first_line"] for run in trained if run["cell"] == row.cell]
-        if not curves:
+        logged = [run["curves"] for run in runs_of(row.cell)]
+        if not any(logged):  # not run, or rounded after training
             continue
+        curves = [curves["greedy/first_line"] for curves in logged]
         steps = [step for step, _ in curves[0]]
         means = [100 * fmean(value for _, value in points) for points in zip(*curves, strict=True)]
         label = row.name.replace("*", "").partition(":")[0]

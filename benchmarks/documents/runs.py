@@ -4,7 +4,7 @@
 from collections import Counter
 from statistics import fmean
 
-from hf_mxfp4.recipes.ablations.results import table_rows
+from hf_mxfp4.recipes.ablations.results import mean_logged, table_rows
 from hf_mxfp4.recipes.common.reporting import markdown_table
 
 from ..records import interval, records, table
@@ -86,6 +86,11 @@ def reported_runs(grid: str = "recovery_two_points") -> list[dict]:
     return [record for record in records(grid) if record["seed"] not in TUNING_SEEDS]
 
 
+def runs_of(cell: str, grid: str = "recovery_two_points") -> list[dict]:
+    """Return the reported runs of a cell."""
+    return [run for run in reported_runs(grid) if run["cell"] == cell]
+
+
 def two_points() -> str:
     """Return the table of RL with a declared protocol, with what ran where."""
     return _grid_table(reported_runs())
@@ -98,15 +103,13 @@ def steps() -> str:
 
 def steps_mismatch() -> str:
     """Return KL(sampler, trainer) in nats by cell and position of the token, means over runs and steps."""
-    logged: dict[str, dict[str, list[float]]] = {}
+    by_label: dict[str, list[dict]] = {}
     for run in reported_runs("recovery_steps"):
-        of_cell = logged.setdefault(run["label"], {})
-        for name, curve in run["curves"].items():
-            if name.startswith("sampling/kl/"):
-                of_cell.setdefault(name.removeprefix("sampling/kl/"), []).extend(value for _, value in curve)
-    places = list(next(iter(logged.values())))
-    rows = [[label, *(f"{fmean(of_cell[place]):.2g}" for place in places)] for label, of_cell in logged.items()]
-    return table(["cell", *places], rows)
+        by_label.setdefault(run["label"], []).append(run["curves"])
+    first, *_ = by_label.values()
+    names = [name for name in first[0] if name.startswith("sampling/kl/")]
+    rows = [[label, *(f"{mean_logged(curves, name):.2g}" for name in names)] for label, curves in by_label.items()]
+    return table(["cell", *(name.removeprefix("sampling/kl/") for name in names)], rows)
 
 
 def two_points_rates() -> str:

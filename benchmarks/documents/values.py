@@ -2,12 +2,13 @@
 """Single numbers in the sentences of documents, from the records."""
 
 from collections.abc import Callable
-from statistics import fmean, median
+from statistics import median
 
 from hf_mxfp4.lab.evaluation.intervals import welch_interval, with_interval
+from hf_mxfp4.recipes.ablations.results import mean_logged
 
 from ..records import records
-from .runs import reported_runs, runs_at_the_best_rate
+from .runs import runs_at_the_best_rate, runs_of
 
 
 _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
@@ -15,7 +16,7 @@ _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neit
 
 def _minus(other: str, cell: str, key: str = "value", grid: str = "recovery_two_points") -> str:
     """Return accuracy points of a cell minus another's, with the 95 % interval and the number of runs."""
-    values, others = ([run[key] for run in reported_runs(grid) if run["cell"] == name] for name in (cell, other))
+    values, others = ([run[key] for run in runs_of(name, grid)] for name in (cell, other))
     counted = "1 run" if len(values) == 1 else f"{len(values)} runs"
     return f"{with_interval(welch_interval(others, values), 100, 1, alone='')} ({counted})"
 
@@ -23,11 +24,12 @@ def _minus(other: str, cell: str, key: str = "value", grid: str = "recovery_two_
 def _effect_of_noise(cell: str) -> str:
     """Return by how much AQN changes the accuracy of a cell, and its reward and entropy (means over training), with
     95 % intervals."""
-    clean, noisy = ([run for run in reported_runs() if run["cell"] == name] for name in (cell, f"{cell}_aqn"))
+    clean = runs_of(cell)
+    noisy = runs_of(f"{cell}_aqn")
     accuracy = welch_interval([run["value"] for run in clean], [run["value"] for run in noisy])
     told = [f"accuracy {with_interval(accuracy, 100, 1)} points"]
     for name, unit in (("reward", ""), ("entropy", " nats")):
-        means = [[fmean(value for _, value in run["curves"][name]) for run in runs] for runs in (clean, noisy)]
+        means = [[mean_logged([run["curves"]], name) for run in runs] for runs in (clean, noisy)]
         told.append(f"{name} {with_interval(welch_interval(*means), 1, 3)}{unit}")
     return f"{', '.join(told)} ({len(noisy)} and {len(clean)} runs)"
 

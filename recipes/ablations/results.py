@@ -62,7 +62,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "baseline": baseline,
                 "ratio": ratio,
                 "ceiling_fraction": after,
-                "mean_of_curve": _mean_logged([curves], f"greedy/{score}"),
+                "mean_of_curve": mean_logged([curves], f"greedy/{score}"),
                 "model": grid.label,
                 "cell": run.cell.name,
                 "label": run.cell.label,
@@ -120,7 +120,7 @@ def _accuracy(run: Run, summary: Record, curves: Mapping[str, Sequence[tuple[int
     return fmean(values)
 
 
-def _mean_logged(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
+def mean_logged(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
     """Return the mean over runs and steps of what was logged under a name; `None` where nothing was."""
     values = [value for curves in runs for _, value in curves.get(name, [])]
     return fmean(values) if values else None
@@ -174,8 +174,8 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
             "paired": None,
             "curve": fmean(curves) if curves else None,
             "curve_difference": None,
-            "entropy": _mean_logged(logged, "entropy"),
-            "mismatch": _mean_logged(logged, "sampling/kl"),
+            "entropy": mean_logged(logged, "entropy"),
+            "mismatch": mean_logged(logged, "sampling/kl"),
         }
         reference = by_cell.get(first["reference"])
         if reference and cell != first["reference"]:
@@ -208,19 +208,16 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     columns += [f"paper: {name}" for name in papers]
     lines = []
     for row in rows:
-        after = f"{100 * row['after']:.1f}"
-        if row["over_seeds"] is not None:
-            after += f" ± {100 * row['over_seeds']:.1f}"
         cells = [
             row["label"],
             str(len(row["seeds"])),
             _percent(row["before"]),
-            after,
+            accuracy_cell(row),
             _percent(row["of_problems"]),
-            _difference(row["difference"]),
-            _difference(row["paired"]),
+            difference_cell(row["difference"]),
+            difference_cell(row["paired"]),
             _percent(row["curve"]),
-            _difference(row["curve_difference"]),
+            difference_cell(row["curve_difference"]),
             _nats(row["entropy"]),
             _nats(row["mismatch"]),
         ]
@@ -228,6 +225,13 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
             cells.append(f"{row['paper'][name]:.1f}" if name in row["paper"] else "")
         lines.append(cells)
     return columns, lines
+
+
+def accuracy_cell(row: Record) -> str:
+    """Return the accuracy after RL of an entry of [`statistics`] in percent, with its standard error over seeds."""
+    if row["over_seeds"] is None:
+        return _percent(row["after"])
+    return f"{_percent(row['after'])} ± {_percent(row['over_seeds'])}"
 
 
 def _percent(share: float | None) -> str:
@@ -238,5 +242,6 @@ def _nats(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
 
 
-def _difference(difference: Record | None) -> str:
+def difference_cell(difference: Record | None) -> str:
+    """Return a difference of [`statistics`] in points, with its interval."""
     return "" if difference is None else with_interval(difference, 100, 1, alone="")
