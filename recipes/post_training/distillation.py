@@ -22,7 +22,7 @@ from hf_mxfp4.recipes.tasks import Task, of_task
 #: Rows of a step, and held-out rows that the divergence is measured on.
 _ROWS = 8
 _HELD_OUT = 24
-#: Times the usual learning rate of RL: 1e-4 for a model of 135 M parameters (docs/distillation.md).
+#: Times the usual learning rate of RL: 1e-4 for SmolLM2-135M (docs/distillation.md).
 _FASTER = 10.0
 #: Options of the run that are also those of distillation.
 _SHARED = ("seed", "use_cpu", "bf16", "fp16", "gradient_checkpointing", "dataloader_pin_memory", "trust_remote_code")
@@ -73,7 +73,7 @@ def _train(start: Start, task: Task, steps: int, folder: Path) -> dict[str, Any]
         max_steps=steps,
         per_device_train_batch_size=_ROWS,
         per_device_eval_batch_size=_ROWS,
-        learning_rate=_FASTER * usual_learning_rate(start.stored, options),
+        learning_rate=_FASTER * usual_learning_rate(policy, options),
         lr_scheduler_type="cosine",
         warmup_steps=min(5, steps // 2),
         logging_steps=max(1, steps // 20),

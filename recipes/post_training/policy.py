@@ -3,15 +3,19 @@
 
 import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from peft.utils.error import NoMatchingPeftModuleError
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from trl import get_peft_config
 from trl.data_utils import maybe_apply_chat_template
@@ -19,6 +23,7 @@ from trl.data_utils import maybe_apply_chat_template
 from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model, smooth_model
+from hf_mxfp4.layers import MXFP4PackedLinear, gathered
 from hf_mxfp4.recipes.common.checkpoints import Stored, differences, load_tokenizer, load_whole, read_stored
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
 from hf_mxfp4.recipes.post_training.arguments import Options, StartStudy, check_packed
@@ -36,6 +41,9 @@ _ADAPTER_OPTIONS = {
 _SMOOTHED_ON = 32
 _ROUNDED_ON = 128
 _LONGEST = 512
+#: The usual learning rate as a part of the size of a weight, and how many layers that is measured in.
+_OF_A_WEIGHT = 5e-5
+_LAYERS_MEASURED = 16
 
 
 def find_start(options: Options) -> tuple[Stored | None, Options]:
@@ -167,15 +175,31 @@ def prepare_start(stored: Stored | None, options: Options, task: Task | None, ou
     return Start(read_stored(str(prepared)), options, f"{name}, {done}", stored.weights)
 
 
-def usual_learning_rate(stored: Stored, options: Options) -> float:
-    """Return a learning rate of RL for the size of a model: 1e-6, from a width of 1,024 on, as is usual for models of
-    billions of parameters; 1e-5 for smaller ones; and ten times as much for adapters."""
-    rate = 1e-5
-    if stored.config.get_text_config().hidden_size >= 1024:
-        rate = 1e-6
+def usual_learning_rate(policy: nn.Module, options: Options) -> float:
+    """Return a learning rate of RL for a policy: 5e-5 of the size of its weights (the root mean square of linear
+    layers), to one digit, and ten times as much for adapters. All processes call it together.
+
+    A step of AdamW changes all weights by about the rate, be they large or small. SmolLM2-135M (size 0.2) learned best
+    at 1e-5, Gemma 3 270M (0.04) at 1e-6, and at 5e-6 it forgot what it knew (docs/evidence.md).
+    """
+    layers = [layer for name, layer in policy.named_modules() if isinstance(layer, nn.Linear) and "lora_" not in name]
+    squares = []
+    for layer in layers[:: math.ceil(len(layers) / _LAYERS_MEASURED)]:
+        if isinstance(layer, MXFP4PackedLinear):
+            squares.append(_mean_square(layer.dequantized_weight()))
+            continue
+        with gathered(layer.weight) as weight:
+            squares.append(_mean_square(weight))
+    rate = _OF_A_WEIGHT * math.sqrt(fmean(squares))
     if options.model.use_peft:
         rate *= 10
-    return rate
+    [rate] = broadcast_object_list([rate])
+    return float(f"{rate:.0e}")
+
+
+def _mean_square(weight: torch.Tensor) -> float:
+    """Return the mean of squares; 0 for weights that the first process alone has loaded yet."""
+    return 0.0 if weight.is_meta else weight.float().square().mean().item()
 
 
 def _make_start(options: Options, task: Task | None, folder: Path) -> tuple[Stored, str]:

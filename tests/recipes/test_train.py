@@ -3,14 +3,18 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from commands import run, save_texts
 from same_bits import tensors_in
+from tiny_models import make_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig, pack
 from hf_mxfp4.recipes import train
+from hf_mxfp4.recipes.post_training.policy import usual_learning_rate
 from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS, build_byte_tokenizer
 from hf_mxfp4.rl.config import count_quantized
 
@@ -73,12 +77,27 @@ def test_adapters_of_a_mixture_are_trained_on_packed_weights(own):
     policy = folder / "lora-smoke" / "policy"
     assert summary["adapter"]
     assert summary["distilled"]["steps"] == 2
-    assert summary["learning_rate"] == 1e-4
+    assert summary["learning_rate"] == 1e-5  # its weights are drawn with a standard deviation of 0.02
     scheme = json.loads((policy / "adapter_config.json").read_text())["base_quantization"]
     assert MXFP4RLConfig.from_dict(scheme).mode == "packed"
     assert summary["packed"] == str(folder / "lora-smoke" / "base-packed")
     distilled = tensors_in(folder / "lora-smoke" / "distilled")
     assert any((distilled[name] != tensor).any() for name, tensor in tensors_in(policy).items())
+
+
+@pytest.mark.parametrize(
+    ("size", "packed", "adapters", "rate"),
+    [(0.2, False, False, 1e-5), (0.04, False, False, 2e-6), (0.04, False, True, 2e-5), (0.75, True, True, 4e-4)],
+)
+def test_the_usual_learning_rate_follows_the_size_of_the_weights(size, packed, adapters, rate):
+    model = make_model()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, size)
+    if packed:
+        model = pack(model, MXFP4RLConfig(mode="packed"))
+    options = Mock(model=Mock(use_peft=adapters))
+    assert usual_learning_rate(model, options) == rate
 
 
 @pytest.mark.parametrize(
