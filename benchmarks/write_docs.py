@@ -44,6 +44,8 @@ _FUNCTIONS = (
     runs.two_points_rates,
     runs.steps,
     runs.steps_mismatch,
+    runs.second_decoder,
+    runs.second_decoder_rates,
     verdicts,
     runs.recovery,
     gpu.gpu,

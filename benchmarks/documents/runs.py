@@ -112,10 +112,25 @@ def steps_mismatch() -> str:
     return table(["cell", *(name.removeprefix("sampling/kl/") for name in names)], rows)
 
 
+def second_decoder() -> str:
+    """Return the table of RL with Gemma 3 270M."""
+    return _grid_table(reported_runs("recovery_gemma"))
+
+
 def two_points_rates() -> str:
+    """Return the end points of SmolLM2-135M at each learning rate."""
+    return _rates("recovery_two_points")
+
+
+def second_decoder_rates() -> str:
+    """Return the end points of Gemma 3 270M at each learning rate."""
+    return _rates("recovery_gemma")
+
+
+def _rates(grid: str) -> str:
     """Return the two end points by cell and learning rate, means over the tuning seeds."""
     by_label: dict[str, dict[float, list[dict]]] = {}
-    for record in records("recovery_two_points"):
+    for record in records(grid):
         if record["seed"] in TUNING_SEEDS:
             by_label.setdefault(record["label"], {}).setdefault(record["learning_rate"], []).append(record)
     rates = sorted({rate for of_label in by_label.values() for rate in of_label})
