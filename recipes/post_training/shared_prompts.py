@@ -15,7 +15,8 @@ class SharedPromptTrainer(MXFP4GRPOTrainer):
     trains, and whenever else its model generates.
 
     Log-probabilities and gradients are the same up to rounding. With 8 completions of 3 tokens to a prompt of 19, a
-    step of SmolLM2-135M takes a third of the time on a CPU core. `prompts/shared` is logged: completions to a prompt.
+    step of SmolLM2-135M takes a third of the time on a CPU core. Logged are `prompts/shared`, completions to a prompt,
+    and `prompts/common`, tokens that all prompts of a batch start with.
 
     Raises `ValueError` for several processes, other samplers than `generate`, gradient checkpointing (which has no
     cache), and replay or auxiliary losses of routers.
@@ -85,6 +86,7 @@ class SharedPromptTrainer(MXFP4GRPOTrainer):
         cache.batch_select_indices(index)
         if self.model.training:
             self._record("prompts/shared", len(ids) / len(distinct))
+            self._record("prompts/common", common)
         return cache
 
 

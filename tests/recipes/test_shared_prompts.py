@@ -76,6 +76,7 @@ def test_what_prompts_start_with_is_computed_once(build, monkeypatch):
     scored(trainer, SharedPromptTrainer, batch)
     # "2+2=4+", the rest of both prompts but its last token, and that token with four completions of each.
     assert computed == [(1, 6), (2, 3), (8, 5)]
+    assert trainer._metrics["train"]["prompts/common"][-1] == 6
 
 
 def test_greedy_completions_are_those_of_the_model_alone(shared):
