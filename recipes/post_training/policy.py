@@ -41,8 +41,8 @@ _ADAPTER_OPTIONS = {
 _SMOOTHED_ON = 32
 _ROUNDED_ON = 128
 _LONGEST = 512
-#: The usual learning rate as a part of the size of a weight, and how many layers that is measured in.
-_OF_A_WEIGHT = 5e-5
+#: The usual learning rate, for weights of size 1, and how many layers the size is measured in.
+_RATE_PER_SIZE = 5e-5
 _LAYERS_MEASURED = 16
 
 
@@ -190,7 +190,7 @@ def usual_learning_rate(policy: nn.Module, options: Options) -> float:
             continue
         with gathered(layer.weight) as weight:
             squares.append(_mean_square(weight))
-    rate = _OF_A_WEIGHT * math.sqrt(fmean(squares))
+    rate = _RATE_PER_SIZE * math.sqrt(fmean(squares))
     if options.model.use_peft:
         rate *= 10
     [rate] = broadcast_object_list([rate])
