@@ -66,6 +66,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "smoothed_end": lambda: _minus("bf16", "w4a8_smoothed"),
     "smoothed_curve": lambda: _minus("bf16", "w4a8_smoothed", "mean_of_curve"),
     "gptq_end": lambda: _minus("bf16", "bf16_then_gptq"),
+    "sampled_end": lambda: _minus("bf16", "bf16_sampled_w4a8"),
     "distilled_end": lambda: _minus("bf16", "w4a8_distilled"),
     "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
     "steps_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_steps"),
