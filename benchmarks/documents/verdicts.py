@@ -35,7 +35,12 @@ CLAIMS = (
     Claim("AQN improves MBS and OF (arXiv 2605.20402)", "paper_a_aqn", "paper_a", reaches=False),
     Claim("AQN on smoothed norms improves smoothed W4A8", "w4a8_smoothed_aqn", "w4a8_smoothed", reaches=False),
     Claim("Distillation improves smoothed W4A8 (ours)", "w4a8_distilled", "w4a8_smoothed", reaches=False),
-    Claim("Smoothed W4A8 is better than BF16 sampled under W4A8 (ours)", "w4a8_smoothed", "bf16_sampled_w4a8", reaches=False),
+    Claim(
+        "Smoothed W4A8 is better than BF16 sampled under W4A8 (ours)",
+        "w4a8_smoothed",
+        "bf16_sampled_w4a8",
+        reaches=False,
+    ),
     Claim("Distilled W4A8 is better than BF16, then GPTQ (ours)", "w4a8_distilled", "bf16_then_gptq", reaches=False),
     Claim("Smoothed W4A8 is better than BF16, then GPTQ (ours)", "w4a8_smoothed", "bf16_then_gptq", reaches=False),
     Claim("LoRA on packed W4A8, smoothed, reaches LoRA in BF16 (ours)", "w4a8_lora", "bf16_lora"),
