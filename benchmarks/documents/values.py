@@ -71,6 +71,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
     "steps_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_steps"),
     "steps_distilled_end": lambda: _minus("bf16", "w4a8_distilled", grid="recovery_steps"),
+    "gemma_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_gemma"),
+    "gemma_distilled_end": lambda: _minus("bf16", "w4a8_distilled", grid="recovery_gemma"),
     "lora_end": lambda: _minus("bf16_lora", "w4a8_lora"),
     "lora_gptq_end": lambda: _minus("bf16_lora", "w4a8_lora_gptq"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
