@@ -34,6 +34,12 @@ def _effect_of_noise(cell: str) -> str:
     return f"{', '.join(told)} ({len(noisy)} and {len(clean)} runs)"
 
 
+def _distillation(cell: str, grid: str) -> str:
+    """Return the divergence from the teacher before and after the distillation of a cell's first run, in nats."""
+    distilled = runs_of(cell, grid)[0]["distilled"]
+    return f"{distilled['kl_before']:.3f} to {distilled['kl_after']:.3f}"
+
+
 def _range(file: str, value: Callable[[dict], float], form: str = ".0f") -> str:
     """Return the lowest and the highest of a value of the records of a file."""
     values = [value(record) for record in records(file)]
@@ -75,6 +81,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "steps_distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve", "recovery_steps"),
     "gemma_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_gemma"),
     "gemma_distilled_end": lambda: _minus("bf16", "w4a8_distilled", grid="recovery_gemma"),
+    "gemma_distillation": lambda: _distillation("w4a8_distilled", "recovery_gemma"),
     "lora_end": lambda: _minus("bf16_lora", "w4a8_lora"),
     "lora_gptq_end": lambda: _minus("bf16_lora", "w4a8_lora_gptq"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
