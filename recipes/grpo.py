@@ -73,7 +73,8 @@ def run(options: Options, output: Path, started: float) -> dict[str, Any]:
         with errors_as_messages(ValueError):
             tell("completions", f"end with their line, at any of {end_with_line(policy, tokenizer)} tokens")
     if training.max_steps and "learning_rate" not in recipe.named:
-        training.learning_rate = usual_learning_rate(policy, options)
+        with errors_as_messages(ValueError):
+            training.learning_rate = usual_learning_rate(policy, options)
         tell("learning rate", f"{training.learning_rate:g}, as usual for weights of this size; no option names one")
     if recipe.full_precision:
         training.allow_full_precision = True

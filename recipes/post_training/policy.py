@@ -181,25 +181,26 @@ def usual_learning_rate(policy: nn.Module, options: Options) -> float:
 
     A step of AdamW changes all weights by about the rate, be they large or small. SmolLM2-135M (size 0.2) learned best
     at 1e-5, Gemma 3 270M (0.04) at 1e-6, and at 5e-6 it forgot what it knew (docs/evidence.md).
+
+    Raises `ValueError` for weights that are all zero or not loaded, at whose rate nothing would be learned.
     """
     layers = [layer for name, layer in policy.named_modules() if isinstance(layer, nn.Linear) and "lora_" not in name]
-    squares = []
-    for layer in layers[:: math.ceil(len(layers) / _LAYERS_MEASURED)]:
-        if isinstance(layer, MXFP4PackedLinear):
-            squares.append(_mean_square(layer.dequantized_weight()))
-            continue
-        with gathered(layer.weight) as weight:
-            squares.append(_mean_square(weight))
-    rate = _RATE_PER_SIZE * math.sqrt(fmean(squares))
+    measured = layers[:: math.ceil(len(layers) / _LAYERS_MEASURED)]
+    rate = _RATE_PER_SIZE * math.sqrt(fmean(_mean_square(layer) for layer in measured))
     if options.model.use_peft:
         rate *= 10
     [rate] = broadcast_object_list([rate])
+    if not rate:
+        raise ValueError("the weights of the policy are zero or not loaded yet, so name a --learning_rate")
     return float(f"{rate:.0e}")
 
 
-def _mean_square(weight: torch.Tensor) -> float:
-    """Return the mean of squares; 0 for weights that the first process alone has loaded yet."""
-    return 0.0 if weight.is_meta else weight.float().square().mean().item()
+def _mean_square(layer: nn.Linear) -> float:
+    """Return the mean square of a weight; 0 for one that this process has not loaded."""
+    if isinstance(layer, MXFP4PackedLinear):
+        return layer.dequantized_weight().float().square().mean().item()
+    with gathered(layer.weight) as weight:
+        return 0.0 if weight.is_meta else weight.float().square().mean().item()
 
 
 def _make_start(options: Options, task: Task | None, folder: Path) -> tuple[Stored, str]:

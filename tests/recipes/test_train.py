@@ -100,6 +100,11 @@ def test_the_usual_learning_rate_follows_the_size_of_the_weights(size, packed, a
     assert usual_learning_rate(model, options) == rate
 
 
+def test_weights_without_a_size_give_no_learning_rate():
+    with pytest.raises(ValueError, match="zero or not loaded yet, so name a --learning_rate"):
+        usual_learning_rate(make_model().to("meta"), Mock())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
