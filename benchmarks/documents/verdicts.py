@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hf_mxfp4.lab.evaluation.intervals import welch_interval, with_interval
 
 from ..records import table
-from .runs import reported_runs
+from .runs import runs_of
 
 
 #: A cell reaches another when it ends less than this below (a share, as accuracies).
@@ -51,13 +51,9 @@ CLAIMS = (
 
 def verdicts() -> str:
     """Return a row for each claim: what the 95 % interval of the difference says, and of how many runs it is."""
-    accuracies: dict[str, list[float]] = {}
-    for record in reported_runs():
-        accuracies.setdefault(record["cell"], []).append(record["value"])
     rows = []
     for claim in CLAIMS:
-        values = accuracies.get(claim.cell, [])
-        others = accuracies.get(claim.other, [])
+        values, others = ([run["value"] for run in runs_of(cell)] for cell in (claim.cell, claim.other))
         if min(len(values), len(others)) > 1:
             difference = welch_interval(others, values)
             counted = f"{len(values)} and {len(others)}"

@@ -3,14 +3,14 @@
 
 import pytest
 
-from benchmarks.documents import verdicts
+from benchmarks.documents import runs, verdicts
 
 
 def verdict(monkeypatch, claim, accuracies):
     """The row of one claim, with accuracies by cell."""
-    runs = [{"cell": cell, "value": value} for cell, values in accuracies.items() for value in values]
+    made_up = [{"cell": cell, "value": value} for cell, values in accuracies.items() for value in values]
     monkeypatch.setattr(verdicts, "CLAIMS", [claim])
-    monkeypatch.setattr(verdicts, "reported_runs", lambda: runs)
+    monkeypatch.setattr(runs, "reported_runs", lambda grid: made_up)
     return verdicts.verdicts().splitlines()[2]
 
 
