@@ -98,5 +98,5 @@ def test_interpreted_kernels_are_right():
     done = processes.run(job, timeout=550, environment=dict(os.environ), interpret=True, no_warnings=True)
     assert done.returncode == 0, done.stderr
     checks = json.loads(done.stdout)["kernels"]["cpu"]
-    assert len(checks) == 8
+    assert len(checks) == 9
     assert not any(check["problem"] for check in checks)

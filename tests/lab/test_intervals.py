@@ -102,9 +102,30 @@ def test_a_paired_difference_needs_the_same_problems(difference):
         difference([], [])
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (30, 2.042), (31, 2.0395), (1000, 1.9623)])
-def test_quantiles_of_students_t(freedom, quantile):
-    assert intervals.t_975(freedom) == pytest.approx(quantile, abs=1e-4)
+def test_means_have_students_interval():
+    found = intervals.t_interval([1.0, 2.0, 3.0])
+    assert (found["n"], found["mean"], found["sd"]) == (3, 2.0, 1.0)
+    assert found["interval"] == pytest.approx([2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)])
+    assert intervals.t_interval([2.0, 2.0])["interval"] == [2.0, 2.0]
+    assert intervals.t_interval([2.0]) == {"n": 1, "mean": 2.0, "sd": None, "interval": None}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "mean", "half"),
+    [
+        # Quantiles of Student's t from tables: 4 degrees of freedom, and 1.
+        ([1, 2, 3], [3, 4, 5], 2, 2.776445 * math.sqrt(2 / 3)),
+        ([0, 2], [5, 5, 5], 4, 12.706205),
+        # Welch's degrees are no whole number: 4 / (1 + 1 / 2). The quantile is an integral by mpmath.
+        ([0, 2], [-math.sqrt(3), 0, math.sqrt(3)], -1, 3.419770 * math.sqrt(2)),
+        ([1, 1], [3, 3, 3], 2, 0),
+    ],
+)
+def test_differences_of_means_have_welchs_interval(first, second, mean, half):
+    found = intervals.welch_interval(first, second)
+    assert found["mean"] == pytest.approx(mean)
+    assert found["interval"] == pytest.approx([mean - half, mean + half])
+    assert intervals.welch_interval([1.0], second)["interval"] is None
 
 
 def test_means_of_groups_and_their_errors():

@@ -6,10 +6,11 @@ All intervals are 95 %."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from ...utils import Z_975, wilson_interval
 
@@ -18,9 +19,6 @@ CONFIDENCE = 0.95
 _RESAMPLES = 10_000
 #: Resamples whose indices are held in memory at a time.
 _CHUNK = 500
-#: 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
-_T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
-_T_975 += [2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042]
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,8 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
     if n < 2:
         return {"n": n, "mean": mean, "sd": None, "interval": None}
     sd = stdev(values)
-    half = t_975(n - 1) * sd / math.sqrt(n)
-    return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
+    low, high = stats.t.interval(CONFIDENCE, n - 1, mean, sd / math.sqrt(n)) if sd else (mean, mean)
+    return {"n": n, "mean": mean, "sd": sd, "interval": [float(low), float(high)]}
 
 
 def welch_interval(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
@@ -86,15 +84,10 @@ def welch_interval(first: Sequence[float], second: Sequence[float]) -> dict[str,
     mean = fmean(second) - fmean(first)
     if min(len(first), len(second)) < 2:
         return {"mean": mean, "interval": None}
-    squares = [variance(values) / len(values) for values in (first, second)]
-    error = math.sqrt(sum(squares))
-    if error == 0:
+    if len(set(first)) == len(set(second)) == 1:
         return {"mean": mean, "interval": [mean, mean]}
-    freedom = sum(squares) ** 2 / sum(
-        square**2 / (len(values) - 1) for square, values in zip(squares, (first, second), strict=True)
-    )
-    half = t_975(math.floor(freedom)) * error
-    return {"mean": mean, "interval": [mean - half, mean + half]}
+    low, high = stats.ttest_ind(second, first, equal_var=False).confidence_interval(CONFIDENCE)
+    return {"mean": mean, "interval": [float(low), float(high)]}
 
 
 def with_interval(
@@ -115,14 +108,6 @@ def with_interval(
         return f"{text}{alone}"
     low, high = (factor * bound for bound in statistics["interval"])
     return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-
-def t_975(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t."""
-    if freedom <= len(_T_975):
-        return _T_975[freedom - 1]
-    # The normal quantile and the next two terms of its expansion in 1 / freedom.
-    return 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
 
 
 def ratio_of_sums(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:
@@ -207,10 +192,9 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """Return the two-sided p-value of the exact McNemar test: so many problems that only one of two models solves, or
     more, fall on one side by chance (binomial with probability 1/2)."""
     discordant = only_first + only_second
-    fewer = min(only_first, only_second)
-    tail = sum(math.comb(discordant, i) for i in range(fewer + 1))
-    # Integers as long as they can be: 2 ** discordant overflows a float from 1024 problems on.
-    return min(1.0, 2 * tail / 2**discordant)
+    if discordant == 0:
+        return 1.0
+    return float(stats.binomtest(only_first, discordant).pvalue)
 
 
 def paired_mean_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Estimate:

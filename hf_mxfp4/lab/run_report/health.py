@@ -4,15 +4,14 @@
 The limits are rules of thumb: a report says "look", it does not stop anything.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 from ...rl.run_log import MOVEMENT_ALARM, movement_advice
 from ...utils import share_text
-from ..evaluation.intervals import difference_interval, t_975
+from ..evaluation.intervals import difference_interval, welch_interval
 from .log import RunRecord, is_number
 
 
@@ -115,26 +114,25 @@ def _ending(record: RunRecord) -> Check:
     return Check(state, title, f"{reason.capitalize()} at step {record.step}{of}{resumed}.")
 
 
-def _reward_change(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Return the mean of the first and of the last fifth of ``values`` (three at least), and the half width of the 95 %
-    interval of their difference (Student's t); `None` for fewer than 6 values."""
+def _reward_change(values: Sequence[float]) -> tuple[float, float, tuple[float, float]] | None:
+    """Return the mean of the first and of the last fifth of ``values`` (three at least), and the interval of their
+    difference; `None` for fewer than 6 values."""
     if len(values) < 6:
         return None
     width = max(3, len(values) // 5)
     first = values[:width]
     last = values[-width:]
-    standard_error = math.sqrt((variance(first) + variance(last)) / width)
-    half_width = t_975(2 * (width - 1)) * standard_error
-    return fmean(first), fmean(last), half_width
+    return fmean(first), fmean(last), welch_interval(first, last)["interval"]
 
 
 def _reward_words(record: RunRecord) -> str:
     """Return the change of the reward in a sentence; nothing where there are too few values."""
-    change = _reward_change(record.values("reward"))
-    if change is None:
+    found = _reward_change(record.values("reward"))
+    if found is None:
         return ""
-    first, last, half = change
-    return f"Mean reward went from {first:.3f} to {last:.3f} ({last - first:+.3f} ± {half:.3f}, 95 % interval)."
+    first, last, (low, high) = found
+    change = f"{last - first:+.3f} [{low:+.3f}, {high:+.3f}], 95 % interval"
+    return f"Mean reward went from {first:.3f} to {last:.3f} ({change})."
 
 
 def _reward(record: RunRecord) -> Check | None:
@@ -146,11 +144,11 @@ def _reward(record: RunRecord) -> Check | None:
     if change is None:
         words = f"{len(values)} values are too few to tell a trend."
         return Check("none", "Reward", words, "Log more often: logging_steps.")
-    first, last, half = change
+    _, _, (low, high) = change
     words = _reward_words(record) + " First against last fifth of the logged values."
-    if last - first > half:
+    if low > 0:
         return Check("green", "Reward", words)
-    if first - last > half:
+    if high < 0:
         return Check("red", "Reward", words, "Training makes it worse: lower learning_rate or aqn_sigma_start.")
     advice = "No difference that chance could not explain: train longer, or look at the share of groups without signal."
     return Check("amber", "Reward", words, advice)
