@@ -25,7 +25,6 @@ from .presets import (
     read_gemm,
 )
 from .registration import QUANT_METHOD
-from .saved_options import REMOVED_OPTIONS, check_preset, operand_texts, split_saved
 from .utils import described_options
 from .utils import option as _option
 
@@ -155,8 +154,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "FP4).",
     )
 
-    REMOVED = {name: option.instead for name, option in REMOVED_OPTIONS.items()}
-
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
     full_precision: ClassVar[tuple[str, ...] | None] = None
@@ -171,7 +168,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         one_of("mode", self.mode, MODES)
         if self.preset is Default.BY_MODE:
             self._set("preset", DEFAULT_PRESETS[self.mode])
-        check_preset(self.preset)
         one_of("preset", self.preset, tuple(PRESETS))
         if self.mode not in self._preset.modes:
             choices = ", ".join(repr(preset.name) for preset in PRESETS.values() if self.mode in preset.modes)
@@ -348,7 +344,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         options["fprop"] = fprop or None
         # Of no use for frozen weights.
         options |= {"stochastic_seed": 0, "dgrad": None, "wgrad": None}
-        return self._from_options(options)
+        return self._without_idle(options)
 
     def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":
         """Return a copy for a model that keeps these modules in full precision; see `full_precision`."""
@@ -388,26 +384,14 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 unused[key] = value
             else:
                 options[key] = value
-        config = cls._from_options(options).keeping(full_precision)
+        config = cls(**options).keeping(full_precision)
         if return_unused_kwargs:
             return config, unused
         return config
 
     @classmethod
-    def _from_options(cls, options: dict[str, Any]) -> "MXFP4RLConfig":
-        """Build from options. Those of a saved scheme, which has all, may be of an earlier version."""
-        if "format_version" not in options:
-            return cls(**options)
-        options, removed = split_saved(options)
-        config = cls._without_idle(options)
-        if not removed:
-            return config
-        return cls._without_idle({**options, **operand_texts(config.gemms(), options, removed)})
-
-    @classmethod
     def _without_idle(cls, options: dict[str, Any]) -> "MXFP4RLConfig":
-        """Build from saved options. Drop those without effect: no user asked for each of them, and earlier versions did
-        not refuse them."""
+        """Build from options that had an effect in another mode; drop those that have none in this one."""
         while True:
             try:
                 return cls(**options)

@@ -16,7 +16,7 @@ import platform
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,16 +75,15 @@ def progress_bar(items: Iterable | None = None, *, what: str, **options: Any) ->
 
 def described_options(cls: _Class) -> _Class:
     """Make a dataclass of options refuse unknown ones with the nearest names, and list its own in its docstring, by the
-    ``help`` that their fields carry. Its ``REMOVED`` says of options of before what to write instead."""
+    ``help`` that their fields carry."""
     known = [option.name for option in dataclasses.fields(cls) if option.init]
-    removed = getattr(cls, "REMOVED", {})
     init = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
     def __init__(self, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in known:
-                raise TypeError(unknown_key_message(cls.__name__, name, known, removed))
+                raise TypeError(unknown_key_message(cls.__name__, name, known))
         init(self, *args, **options)
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -103,11 +102,8 @@ def _described(option: dataclasses.Field) -> str:
     return textwrap.fill(text, 116, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
 
 
-def unknown_key_message(owner: str, key: str, known: list[str], removed: Mapping[str, str] | None = None) -> str:
-    """Return ``"<owner> has no option 'key'"``, with the closest known names when there are any. ``removed`` says of
-    options of earlier versions what to write instead."""
-    if removed and key in removed:
-        return f"{owner} has no option {key!r} any more: {removed[key]}"
+def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
+    """Return ``"<owner> has no option 'key'"``, with the closest known names when there are any."""
     close = difflib.get_close_matches(key, known, n=2)
     if close:
         return f"{owner} has no option {key!r}; did you mean {' or '.join(map(repr, close))}?"

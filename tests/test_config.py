@@ -27,13 +27,6 @@ DEFAULTS = {
     "macro_block": 128, "macro_search": "block_mantissas_fp8", "outlier_fallback": None, "smooth": True,
     "modules_to_not_convert": None, "backend": "auto",
 }  # fmt: skip
-#: The default until presets had no residuals, as it was saved.
-BEFORE = {
-    "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "even",
-    "macro_block": 128, "macro_search": "block_mantissas", "outlier_fallback": 1.0, "weight_block": "1x32",
-    "outlier_fallback_operands": "both", "outlier_fallback_rate": None, "modules_to_not_convert": None,
-    "backend": "auto",
-}  # fmt: skip
 
 #: Those of the tables, and packed ones.
 TRAVELLING = CONFIGS | {
@@ -45,20 +38,18 @@ TRAVELLING = CONFIGS | {
 }
 
 
-def test_defaults_and_config_files_of_older_versions_and_of_other_methods():
-    """Written before there was a second mode, or without options that came later."""
-    old = {
+def test_defaults_and_config_files_without_all_options_and_of_other_methods():
+    saved = {
         "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "rceil",
         "macro_block": 128, "macro_search": "hybrid", "outlier_fallback": 0.5, "modules_to_not_convert": None,
     }  # fmt: skip
     scheme = {"scale_rule": "rceil", "macro_search": "hybrid"}
     assert MXFP4RLConfig().to_dict() == DEFAULTS
-    config = MXFP4RLConfig.from_dict(old)
+    config = MXFP4RLConfig.from_dict(saved)
     assert config == MXFP4RLConfig(preset="w4a4", **scheme, outlier_fallback=0.5)
     assert MXFP4RLConfig.from_dict({"quant_method": "mxfp4_rl"}) == MXFP4RLConfig()
-    assert MXFP4RLConfig.from_dict(BEFORE) == MXFP4RLConfig(preset="w4a4", outlier_fallback=1.0)
     weights_only = {"preset": "w4a16", "outlier_fallback": None}
-    assert MXFP4RLConfig.from_dict({**old, **weights_only}) == MXFP4RLConfig(**weights_only, **scheme)
+    assert MXFP4RLConfig.from_dict({**saved, **weights_only}) == MXFP4RLConfig(**weights_only, **scheme)
     for method in ("mxfp4", "MXFP4_RL"):
         with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):
             MXFP4RLConfig.from_dict({"quant_method": method})
@@ -107,85 +98,6 @@ def test_enums_and_numeric_strings_are_normalised():
     assert config == MXFP4RLConfig(scale_rule="even", macro_block=64)
     assert json.loads(config.to_json_string())["macro_block"] == 64
     assert type(config.scale_rule) is str
-
-
-#: Options and presets of before, and what the error says to write instead.
-REMOVED = [
-    ({"weight_block": "32x32"}, r"has no option 'weight_block' any more: .* fprop={'weight': 'even\+.*\+32x32'}"),
-    ({"outlier_fallback_operands": "both"}, "has no option 'outlier_fallback_operands' any more"),
-    ({"preset": "w4a4_h64"}, "removed; preset='w4a4', fprop={'rotation': 'deterministic-64'} gives the same without"),
-    ({"preset": "w4a4g8"}, "preset='w4a4', outlier_fallback=1.0, dgrad={'grad': 'fp8'}, wgrad={'grad': 'fp8'} gives"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REMOVED, ids=[str(options) for options, _ in REMOVED])
-def test_removed_options_and_presets_name_what_to_write_instead(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        MXFP4RLConfig(**options)
-
-
-#: Changes to `BEFORE`, and the products that they had: fprop, dgrad and wgrad.
-SAVED = {
-    "tiles": (
-        {"preset": "w4a4g4", "weight_block": "32x32", "outlier_fallback": None},
-        "weights mxfp4+even+mbs128-blockwise+32x32, activations mxfp4+even+mbs128-blockwise",
-        "grad mxfp4+even+mbs128-blockwise, weight mxfp4+even+mbs128-blockwise+32x32",
-        "grad mxfp4+even+mbs128-blockwise, x mxfp4+even+mbs128-blockwise",
-    ),
-    "residuals of weights, hybrid": (
-        {"outlier_fallback_operands": "weights", "macro_search": "hybrid", "outlier_fallback": 0.5},
-        "weights mxfp4+even+mbs128-dynamic+of0.5, activations mxfp4+even+mbs128-static",
-        "grad full precision, weight as in fprop",
-        "grad full precision, x as in fprop",
-    ),
-    "residuals of activations, packed": (
-        {"outlier_fallback_operands": "activations", "mode": "packed"},
-        "weights mxfp4+even+mbs128-blockwise, activations mxfp4+even+mbs128-blockwise+of1",
-        "grad full precision, weight as in fprop",
-        "grad full precision, x as in fprop",
-    ),
-    "paper_b without tiles": (
-        {"preset": "paper_b", "scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
-        "weights mxfp4+floor, activations mxfp4+floor",
-        "grad mxfp4+floor, weight mxfp4+floor",
-        "grad mxfp4+floor, x mxfp4+floor, rotation deterministic-16",
-    ),
-    "w4a4g8": (
-        {"preset": "w4a4g8", "dgrad": {"grad": "rceil"}},
-        "weights mxfp4+even+mbs128-blockwise+of1, activations mxfp4+even+mbs128-blockwise+of1",
-        "grad mxfp4+rceil, weight as in fprop",
-        "grad fp8, x as in fprop",
-    ),
-    "w4a4g4_tuned": (
-        {"preset": "w4a4g4_tuned", "weight_block": "32x32", "outlier_fallback": None, "scale_rule": "rceil"},
-        "weights mxfp4+rceil+mbs128-blockwise+32x32, activations mxfp4+rceil+mbs128-blockwise",
-        "grad mxfp4+rceil+mbs128-blockwise, weight mxfp4+rceil+mbs128-blockwise+32x32",
-        "grad mxfp4+rceil+mbs128-blockwise, x mxfp4+rceil+mbs128-blockwise, rotation deterministic-16",
-    ),
-    "w4a4_h64": (
-        {"preset": "w4a4_h64", "fprop": {"rotation": "deterministic-64"}, "outlier_fallback": None},
-        "weights mxfp4+even+mbs128-blockwise, activations mxfp4+even+mbs128-blockwise, rotation deterministic-64",
-        "grad full precision, weight as in fprop",
-        "grad full precision, x as in fprop",
-    ),
-    "w4a16 with tiles": (
-        {"preset": "w4a16", "weight_block": "32x32"},
-        "weights mxfp4+even+mbs128-blockwise+of1+32x32, activations full precision",
-        "grad full precision, weight as in fprop",
-        "grad full precision, x as in fprop",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SAVED)
-def test_saved_configs_with_removed_options_and_presets_keep_their_products(name):
-    changes, *products = SAVED[name]
-    config = MXFP4RLConfig.from_dict({**BEFORE, **changes})
-    scheme = config.gemms()
-    rotation = f", rotation {scheme.fprop.rotation}" if scheme.fprop.rotation else ""
-    fprop = f"weights {scheme.fprop.right}, activations {scheme.fprop.left}{rotation}"
-    assert [fprop, scheme.describe("dgrad"), scheme.describe("wgrad")] == products
-    assert MXFP4RLConfig.from_dict(config.to_dict()) == config
 
 
 #: Values that no option of this name has.
@@ -368,12 +280,6 @@ def test_every_option_of_the_layers_reaches_them(checkpoint):
     default = facts()
     for name, value in OF_LAYERS.items():
         assert facts(**{name: value}) != default, name
-
-
-def test_a_saved_scheme_of_an_earlier_version_may_have_options_without_effect():
-    saved = MXFP4RLConfig(preset="w4a4", macro_block=None).to_dict()
-    found = MXFP4RLConfig.from_dict({**saved, "macro_search": "static", "outlier_fallback_operands": "weights"})
-    assert found == MXFP4RLConfig(preset="w4a4", macro_block=None)
 
 
 def test_operands_that_are_not_named_keep_the_presets():

@@ -267,20 +267,6 @@ def patch_counts() -> None:
         patch_method(cls, "get_nb_trainable_parameters", count)
 
 
-def patch_weight_mapping(conversions: Callable[[str], list[Any]]) -> None:
-    """Have transformers' own `load_adapter` also apply ``conversions(adapter_name)`` to the tensors of a file.
-
-    They read adapters of experts as earlier versions of this package wrote them. PEFT builds its list from tables by
-    the type of model. Upstream: none known, and none needed when such files are no longer read.
-    """
-    from peft.utils import transformers_weight_conversion
-
-    def build(original, weight_conversions, adapter_name, *args, **kwargs):
-        return original(weight_conversions, adapter_name, *args, **kwargs) + conversions(adapter_name)
-
-    patch_function(transformers_weight_conversion, "build_peft_weight_mapping", build)
-
-
 def change_class(config: Any, subclass: type) -> None:
     """Make a config of PEFT one of a subclass, in place, so that it saves the fields of the subclass too.
 

@@ -3,7 +3,7 @@
 before they begin: arguments, data, the policy and its reference."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from datasets import Dataset, Value
@@ -30,17 +30,6 @@ VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 class MXFP4GRPOConfig(GRPOConfig):
     """Options of [`MXFP4GRPOTrainer`], in addition to those of [`trl.GRPOConfig`]. Flat, so that YAML and the command
     line can set each one. Raises `ValueError` for values that mean nothing."""
-
-    #: Options of earlier versions, and what to write instead.
-    REMOVED: ClassVar[dict[str, str]] = {
-        "cache_rollout_weights": "step_weights='uncached' is the former False, step_weights='auto' the former True",
-        "movement_every": "error_every measures the movement of weights too",
-        "overlong_buffer": "add trl.rewards.get_soft_overlong_punishment(...) to reward_funcs (docs/rollouts.md)",
-        "overlong_penalty": "give that punishment its weight in reward_weights (docs/rollouts.md)",
-        "rollout_correction_mode": "rollout_correction names the mode, such as 'token_truncate', or 'none'",
-        "rollout_rejection": "rejecting sequences did not help (docs/evidence.md); leave it out",
-        "rollout_rejection_limit": "rejecting sequences did not help (docs/evidence.md); leave it out",
-    }
 
     aqn: bool = option(
         False,

@@ -103,7 +103,7 @@ def refuse_words(words: Sequence[str], groups: Groups) -> None:
         return
     if words[0].startswith("--"):
         name = words[0][2:].partition("=")[0].replace("-", "_")
-        raise ValueError(unknown_key_message("the command line", name, names(groups), _removed(groups)))
+        raise ValueError(unknown_key_message("the command line", name, names(groups)))
     raise ValueError(f"{words[0]!r} is one word more than the options")
 
 
@@ -147,19 +147,17 @@ def read_file(path: str | Path, groups: Groups) -> dict[str, Any]:
 
 def check_options(value: Any, where: str, groups: Groups) -> dict[str, Any]:
     """Return options as they are in YAML. Raises `ValueError` for what is no mapping, and for unknown names."""
-    return check_mapping(value, where, names(groups), _removed(groups))
+    return check_mapping(value, where, names(groups))
 
 
-def check_mapping(
-    value: Any, where: str, known: Sequence[str], removed: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def check_mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
     """Return a mapping that was read from YAML. Raises `ValueError` for another value, and for names that are not
-    ``known``, with the nearest names and what to write instead of ``removed`` ones."""
+    ``known``, with the nearest ones."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold one `option: value` per line")
     for name in value:
         if name not in known:
-            raise ValueError(unknown_key_message(where, str(name), list(known), removed))
+            raise ValueError(unknown_key_message(where, str(name), list(known)))
     return value
 
 
@@ -190,14 +188,6 @@ def _parse_yaml(text: str, refusal: str) -> Any:
 def names(groups: Groups) -> list[str]:
     """Return the options of dataclasses by name."""
     return [option.name for group in groups for option in fields(group) if option.init]
-
-
-def _removed(groups: Groups) -> dict[str, str]:
-    """Return the options that dataclasses had in earlier versions, with what to write instead."""
-    removed: dict[str, str] = {}
-    for group in groups:
-        removed.update(getattr(group, "REMOVED", {}))
-    return removed
 
 
 def merge_options(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:

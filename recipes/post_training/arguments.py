@@ -132,7 +132,6 @@ QuantizationArguments = make_dataclass(
         for known in fields(MXFP4RLConfig)
         if known.init and known.name != "format_version"
     ],
-    namespace={"REMOVED": MXFP4RLConfig.REMOVED},
 )
 
 #: The smallest values in a study.

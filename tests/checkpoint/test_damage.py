@@ -143,12 +143,24 @@ def test_verify_names_a_tensor_that_the_model_lacks(damaged, kind):
 
 
 @pytest.mark.parametrize(
-    "scheme", [{"mode": "qat"}, {"macro_search": "static"}, {"outlier_fallback": 0.25}, {"macro_block": None}]
+    "scheme",
+    [
+        {"mode": "qat"},
+        {"macro_search": "static"},
+        {"outlier_fallback": 0.25},
+        {"macro_block": None, "macro_search": "static"},
+    ],
 )
 def test_config_that_gives_the_bytes_another_meaning(damaged, scheme):
     folder = damaged("packed-sharded")
     edit_config(folder, scheme)
     assert "safetensors" in refusal(folder)
+
+
+def test_config_that_contradicts_itself(damaged):
+    folder = damaged("packed")
+    edit_config(folder, {"macro_block": None})
+    assert "macro_search='block_mantissas_fp8' has no effect" in refusal(folder)
 
 
 def test_config_that_leaves_their_meaning_loads(damaged):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of experts that were made elsewhere: on the single layers of older models, on plain fused experts by PEFT,
-by earlier versions of this package. Their effect is compared with sums by hand, or with PEFT on the dequantized model.
+"""Adapters of experts that were made elsewhere: on the single layers of older models, or on plain fused experts by
+PEFT. Their effect is compared with sums by hand, or with PEFT on the dequantized model.
 """
 
 import json
@@ -10,7 +10,7 @@ import torch
 from lora_models import IDS, fill, with_lora
 from moe_models import make_moe
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -199,34 +199,6 @@ def test_adapters_of_packed_experts_work_on_the_plain_model(folder, tmp_path, fa
     model.save_pretrained(tmp_path / "adapter")
     plain = PeftModel.from_pretrained(load(base).dequantize(), tmp_path / "adapter").eval()
     assert_same_effect(plain(IDS).logits, expected, without)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_files_of_earlier_versions(folder, tmp_path, family, way):
-    """Factors were ``[experts, r, K]`` and ``[experts, N, r]``, called as the projections are."""
-    base = folder(family)
-    adapter = tmp_path / "adapter"
-    model = with_lora(load(base), std=0.1, target_modules=["experts", "q_proj"])
-    expected = model(IDS).logits
-    with model.disable_adapter():
-        without = model(IDS).logits
-    model.save_pretrained(adapter)
-    tensors = {}
-    for name, tensor in load_file(adapter / FILE).items():
-        if ".experts." in name:
-            projection = "gate_up_proj" if ".base_layer" in name else "down_proj"
-            name = name.replace(".base_layer", "").replace("weight", projection)
-            if "lora_A" in name:
-                tensor = tensor.view(6, 4, -1).contiguous()
-            else:
-                tensor = tensor.view(-1, 4, 6).permute(2, 0, 1).contiguous()
-        tensors[name] = tensor
-    save_file(tensors, adapter / FILE)
-    edit_config(
-        adapter, target_modules=["experts", "q_proj"], target_parameters=None, base_model_name_or_path=str(base)
-    )
-    assert_same_effect(WAYS[way](load(base), adapter)(IDS).logits, expected, without)
 
 
 def test_merging_an_adapter_of_single_experts(folder, tmp_path):

@@ -169,17 +169,6 @@ def test_a_script_shows_the_short_help_or_all_options(word, is_shown, capsys):
     assert ("--weight_decay" in shown) is is_shown
 
 
-def test_options_of_earlier_versions_are_refused_with_what_to_write(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("cache_rollout_weights: false\n")
-    with pytest.raises(
-        ValueError, match="run.yaml has no option 'cache_rollout_weights' any more: step_weights='uncached'"
-    ):
-        parse(["--config", str(path), *CPU])
-    with pytest.raises(ValueError, match="no option 'rollout_correction_mode' any more: rollout_correction names"):
-        parse([*CPU, "--rollout-correction-mode=token_mask"])
-
-
 @pytest.mark.parametrize(("word", "expected"), [("true", "token_truncate"), ("none", "none"), ("False", "none")])
 def test_the_correction_of_rollouts_is_a_mode_or_a_boolean(word, expected):
     assert parse([f"--rollout_correction={word}"]).training.rollout_correction == expected

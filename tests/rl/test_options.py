@@ -143,7 +143,7 @@ def test_every_option_has_an_effect_or_is_refused(build):
     own = {field.name for field in fields(MXFP4GRPOConfig)} - {field.name for field in fields(GRPOConfig)}
     assert own == {*EFFECTS, *OTHERS}
     assert len(own) <= 12
-    assert {*MXFP4GRPOConfig.__annotations__} == own | TRLS | {"REMOVED"}
+    assert {*MXFP4GRPOConfig.__annotations__} == own | TRLS
     usual = {"error_every": 50, "report_every": 100}
     default = build(**usual)
     for name, (value, observe) in EFFECTS.items():

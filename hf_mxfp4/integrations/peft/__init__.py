@@ -8,8 +8,7 @@ they are attached to such layers. Loading a quantized model does so.
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
 from ...utils import lazy_names
-from ..patches import patch_counts, patch_tuners, patch_weight_mapping
-from .expert_adapters import conversions_to_peft_layout
+from ..patches import patch_counts, patch_tuners
 from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, check_merge, check_method
 
 
@@ -17,7 +16,6 @@ from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, check_merge, check_meth
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 patch_tuners(check_method, check_merge)
-patch_weight_mapping(conversions_to_peft_layout)
 patch_counts()
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -2,9 +2,7 @@
 """Adapters of experts, whichever way they were made: all become PEFT's ``target_parameters`` and its factors.
 
 Made on the linear layers that each expert had in older versions of transformers: PEFT converts them. Made by
-``target_modules=["experts"]``, our name for all projections of a layer: [`target_experts`] converts the config. Files
-of earlier versions of this package, in another layout: [`with_peft_layout`] converts what PEFT loads, and
-[`conversions_to_peft_layout`] what transformers loads.
+``target_modules=["experts"]``, our name for all projections of a layer: [`target_experts`] converts the config.
 """
 
 import copy
@@ -13,11 +11,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...layers import PACKED, MXFP4Experts, MXFP4PackedExperts
 from ...model.plain_layers import is_linear
@@ -27,9 +23,6 @@ from ..patches import refuse_lost
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 #: Options of `LoraConfig` that say which layers get adapters, and of what size.
 TARGETS = ("target_modules", "target_parameters", *_PATTERNS)
-#: What the projections of experts can be called, the first one of the forward pass before the last.
-_FIRST = ("gate_up_proj", "up_proj")
-_LAST = ("down_proj",)
 
 
 def quantized_experts(model: nn.Module) -> dict[str, MXFP4Experts | MXFP4PackedExperts]:
@@ -116,57 +109,6 @@ def _names_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[
 def _names_any(target: str, names: Iterable[str]) -> bool:
     """Return whether a target is one of the names or the end of one."""
     return any(f".{name}".endswith(f".{target}") for name in names)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _flat(side: str, stacked: torch.Tensor) -> torch.Tensor:
-    """Return factors ``A`` ``[experts, r, K]`` or ``B`` ``[experts, N, r]`` as PEFT lays them out."""
-    if side == "A":
-        return stacked.flatten(0, 1)
-    return stacked.permute(1, 2, 0).flatten(1, 2)
-
-
-def with_peft_layout(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's tensors with those of experts that earlier versions wrote renamed and laid out as PEFT's."""
-    result = {}
-    for key, tensor in state_dict.items():
-        owner, _, projection = key.rpartition(".")
-        if owner.endswith((".lora_A", ".lora_B")) and projection in _FIRST + _LAST:
-            module = owner[: -len(".lora_A")]
-            side = owner[-1]
-            inner = ".base_layer" if projection in _FIRST else ""
-            key = f"{module}{inner}.lora_{side}.weight"
-            tensor = _flat(side, tensor)
-        result[key] = tensor
-    return result
-
-
-class _Flatten(ConversionOps):
-    """[`with_peft_layout`] of one tensor, for transformers."""
-
-    def __init__(self, side: str):
-        self.side = side
-
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Map ``{pattern: [tensor]}`` to the tensor in PEFT's layout."""
-        (tensor,) = input_dict.values()
-        if isinstance(tensor, list):
-            tensor = tensor[0]
-        return {kwargs["target_patterns"][0]: _flat(self.side, tensor)}
-
-
-def conversions_to_peft_layout(adapter_name: str) -> list[WeightConverter]:
-    """Return what converts as [`with_peft_layout`] does, for transformers' own `load_adapter`."""
-    conversions = []
-    for side in "AB":
-        for names, inner in ((_FIRST, ".base_layer"), (_LAST, "")):
-            for name in names:
-                source = rf"\.lora_{side}\.{re.escape(adapter_name)}\.{name}$"
-                target = f"{inner}.lora_{side}.{adapter_name}.weight"
-                conversions.append(WeightConverter(source, target, operations=[_Flatten(side)]))
-    return conversions
 
 
 def check_reached(model: nn.Module, keys: Iterable[str]) -> None:

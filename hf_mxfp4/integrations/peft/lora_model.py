@@ -27,7 +27,7 @@ from ...model.structure import weight_names
 from ...ops import effective_rows
 from ...utils import nearest_names
 from ..patches import change_class
-from .expert_adapters import TARGETS, check_reached, target_experts, with_peft_layout
+from .expert_adapters import TARGETS, check_reached, target_experts
 from .layers import ExpertParameter, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
 from .merging import LOSSY_DB, MergeReport, Merges, adapters_on_quantized
 
@@ -95,7 +95,7 @@ class MXFP4LoraModel(LoraModel):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: Any
     ) -> Any:
-        tensors = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, with_peft_layout(state_dict))
+        tensors = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         if any(isinstance(module, QUANTIZED) for module in model.modules()):
             check_reached(model, tensors)
         return tensors
@@ -352,7 +352,8 @@ def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> Non
     stored = getattr(config, "base_quantization", None)
     checksum = _checksum(model)
     if stored is not None:
-        _compare(adapter_name, stored, scheme, _has_other_weights(config.base_checksum, checksum))
+        has_other_weights = None not in (config.base_checksum, checksum) and config.base_checksum != checksum
+        _compare(adapter_name, stored, scheme, has_other_weights)
         if config.inference_mode:  # it was loaded as it is, and keeps the base that it was trained on
             return
     if scheme is not None and type(config) is LoraConfig:
@@ -367,13 +368,11 @@ def _checksum(model: nn.Module) -> int | None:
     """Return a checksum of rows of all quantized weights, the same for packed and trainable models of one base; `None`
     without such rows here, and under rotations, which are undone by sums in another order. A base that was smoothed
     with other scales, in whatever layer, has another one.
-
-    The lower 32 bits are of the last linear layer alone, which is all that earlier versions looked at.
     """
     layers = [module for module in model.modules() if isinstance(module, QUANTIZED)]
     if not layers:
         return None
-    everything = last = 0
+    checksum = 0
     for layer in layers:
         for name in weight_names(layer):
             weight = getattr(layer, name)
@@ -381,11 +380,8 @@ def _checksum(model: nn.Module) -> int | None:
             if not is_here or layer.config.weight_rotation:
                 return None
             values = _first_rows(layer, name).bfloat16().cpu()
-            bits = values.view(torch.uint8).numpy().tobytes()
-            everything = zlib.crc32(bits, everything)
-            if is_linear(layer):
-                last = zlib.crc32(bits)
-    return everything << 32 | last
+            checksum = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def _first_rows(layer: nn.Module, projection: str) -> torch.Tensor:
@@ -401,16 +397,6 @@ def _first_rows(layer: nn.Module, projection: str) -> torch.Tensor:
         return layer.unpacked(projection, parts, torch.float32)
     rows = layer.rows_first(getattr(layer, projection))[:, :_ROWS].flatten(0, 1)
     return effective_rows(rows.float(), layer.states[projection])
-
-
-def _has_other_weights(stored: int | None, checksum: int | None) -> bool:
-    """Compare a stored checksum with that of the model. Earlier versions stored the lower 32 bits."""
-    if stored is None or checksum is None:
-        return False
-    is_of_earlier_version = stored >> 32 == 0
-    if is_of_earlier_version:
-        checksum &= 0xFFFFFFFF
-    return stored != checksum
 
 
 def _compare(adapter_name: str, stored: dict[str, Any], scheme: MXFP4RLConfig | None, has_other_weights: bool) -> None:
