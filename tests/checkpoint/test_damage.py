@@ -142,15 +142,7 @@ def test_verify_names_a_tensor_that_the_model_lacks(damaged, kind):
     assert "has no model.norm.weight" in problem.reason
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        {"mode": "qat"},
-        {"macro_search": "static"},
-        {"outlier_fallback": 0.25},
-        {"macro_block": None, "macro_search": "static"},
-    ],
-)
+@pytest.mark.parametrize("scheme", [{"mode": "qat"}, {"macro_search": "static"}, {"outlier_fallback": 0.25}])
 def test_config_that_gives_the_bytes_another_meaning(damaged, scheme):
     folder = damaged("packed-sharded")
     edit_config(folder, scheme)
