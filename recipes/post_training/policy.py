@@ -22,8 +22,9 @@ from trl.data_utils import maybe_apply_chat_template
 
 from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.files import replace_file, write_json
-from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model, smooth_model
+from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model
 from hf_mxfp4.layers import MXFP4PackedLinear, gathered
+from hf_mxfp4.prepare import smooth_loaded
 from hf_mxfp4.recipes.common.checkpoints import Stored, differences, load_tokenizer, load_whole, read_stored
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
 from hf_mxfp4.recipes.post_training.arguments import Options, StartStudy, check_packed
@@ -37,8 +38,7 @@ _ADAPTER_OPTIONS = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
     "lora_modules_to_save": "modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
 }  # fmt: skip
-#: Texts that smoothing and rounding measure on, and tokens of each, as by default in the command line.
-_SMOOTHED_ON = 32
+#: Texts that rounding measures on, and tokens of each, as by default in the command line.
 _ROUNDED_ON = 128
 _LONGEST = 512
 #: The usual learning rate, for weights of size 1, and how many layers the size is measured in.
@@ -153,8 +153,8 @@ def load_task(options: Options, stored: Stored | None) -> Task:
 
 
 def prepare_start(stored: Stored | None, options: Options, task: Task | None, output: Path) -> Start:
-    """Return what a run starts from: a small model made in the folder ``output`` where none is ``stored``, and rounded
-    weights there if the options say so."""
+    """Return what a run starts from: a small model made in the folder ``output`` where none is ``stored``, and weights
+    there that are rounded if the options say so, or smoothed before they are packed."""
     tell("scheme", "full precision" if options.recipe.full_precision else options.quantization.describe())
     if stored is None:
         stored, name = _make_start(options, task, output / "base")
@@ -162,17 +162,28 @@ def prepare_start(stored: Stored | None, options: Options, task: Task | None, ou
         name = stored.source
     else:
         name = f"{stored.source}, an adapter on {stored.weights}"
-    if not options.recipe.gptq:
+    if not options.recipe.gptq and not _smooths_before_packing(stored, options):
         return Start(stored, options, name, stored.weights)
     prepared = output / "prepared"
     with errors_as_messages(*INPUT_ERRORS):
         if stored.adapter is not None or options.model.model_revision not in (None, "main"):
-            raise ValueError("gptq reads whole weights, of the main revision of a model on the Hub")
-        done = round_weights(stored.source, options, task, prepared)
-    # Weights are smoothed before they are rounded. Smoothing them again would undo the rounding.
+            raise ValueError(
+                "gptq and smooth for packed weights read whole weights, of the main revision of a model on the Hub; "
+                "give --gptq false --smooth false"
+            )
+        done = prepare_weights(stored.source, options, task, prepared)
+    # Smoothed again, rounded weights would leave the grid.
     if options.quantization.smooth:
         options = options._replace(quantization=replace(options.quantization, smooth=False))
     return Start(read_stored(str(prepared)), options, f"{name}, {done}", stored.weights)
+
+
+def _smooths_before_packing(stored: Stored, options: Options) -> bool:
+    """Return whether weights are smoothed in a folder of their own: those that are packed one by one as they are
+    loaded. Others are smoothed in memory, once all are loaded."""
+    scheme = options.quantization
+    is_plain = stored.adapter is None and stored.quantization is None
+    return is_plain and not options.recipe.full_precision and scheme.mode == "packed" and scheme.smooth
 
 
 def usual_learning_rate(policy: nn.Module, options: Options) -> float:
@@ -233,20 +244,22 @@ def make_base_model(study: StartStudy, task: Task, seed: int, folder: Path) -> N
     tokenizer.save_pretrained(folder)
 
 
-def round_weights(model: str, options: Options, task: Task | None, folder: Path) -> str:
-    """Round a checkpoint for its scheme into ``folder``, on the texts that are trained on, and smooth it before where
-    the scheme says so; return what was done. A run that is resumed finds it there. Raises `ValueError` for a checkpoint
-    that is quantized, where nothing can be rounded, and for a folder that was prepared in another way."""
+def prepare_weights(model: str, options: Options, task: Task | None, folder: Path) -> str:
+    """Smooth a checkpoint into ``folder`` where the scheme says so, and then round it for its scheme, on the texts that
+    are trained on, where the options do; return what was done. A run that is resumed finds it there. Raises
+    `ValueError` for a checkpoint that is quantized, where nothing can be rounded, and for a folder that was prepared in
+    another way."""
     recipe, scheme, training, _ = options
     text = getattr(recipe, "text", None)
-    asked = {"model": model, "text": text, "gptq": scheme.describe(), "smooth": scheme.smooth}
+    asked = {"model": model, "text": text, "gptq": recipe.gptq and scheme.describe(), "smooth": scheme.smooth}
     record = folder / "preparation.json"
     if PartialState().is_main_process and (resume_choice(training) is None or not record.is_file()):
-        if text is None:
+        texts = None
+        if recipe.gptq and text is None:
             texts = TextOptions(_write_texts(model, task, folder.with_suffix(".jsonl")), None, _ROUNDED_ON, _LONGEST)
-        else:
+        elif recipe.gptq:
             texts = TextOptions(text, recipe.text_field, _ROUNDED_ON, _LONGEST)
-        change = functools.partial(_round, scheme=scheme)
+        change = functools.partial(_smooth_and_round, scheme=scheme)
         device = "cpu" if training.use_cpu else "auto"
         done = rewrite_checkpoint(model, folder, texts, change, device=device, overwrite=True)
         write_json(record, {"asked": asked, "done": done})
@@ -258,16 +271,15 @@ def round_weights(model: str, options: Options, task: Task | None, folder: Path)
     return prepared["done"]
 
 
-def _round(model: PreTrainedModel, batches: Sequence[torch.Tensor], scheme: MXFP4RLConfig) -> str:
-    smoothed = ""
+def _smooth_and_round(model: PreTrainedModel, batches: Sequence[torch.Tensor] | None, scheme: MXFP4RLConfig) -> str:
+    done = []
     if scheme.smooth:
-        try:
-            report = smooth_model(model, batches[:_SMOOTHED_ON])
-            smoothed = f"smoothed at {len(report.places)} places, "
-        except ValueError as error:  # a layout that it does not know; the weights are as they were
-            tell("not smoothed", str(error))
-    rounded = round_model(model, batches, scheme)
-    return f"{smoothed}{len(rounded.layers)} layers rounded (GPTQ)"
+        smoothing = smooth_loaded(model)
+        done.append("not smoothed" if smoothing is None else f"smoothed at {len(smoothing.places)} places")
+    if batches is not None:
+        rounded = round_model(model, batches, scheme)
+        done.append(f"{len(rounded.layers)} layers rounded (GPTQ)")
+    return ", ".join(done)
 
 
 def _write_texts(model: str, task: Task, file: Path) -> str:
