@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of arXiv 2605.20402: GRPO in full precision, in MXFP4, and with each correction, for several seeds.
 
-    python recipes/ablation.py --config recipes/configs/ablation_cpu.yaml [--out DIR] [--jobs N] [--seeds 0,1,2]
+    python recipes/ablation.py --config recipes/configs/recovery_two_points.yaml [--out DIR] [--jobs N] [--seeds 0,1,2]
 
 Runs `grpo.py` for every cell and seed in a process and a folder of its own, and writes `ablation.json` (one record per
 run) and `table.md`. A grid that was stopped continues: finished runs are kept, a killed one is started again. A run
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
     named, words = read_words(argv, (GridArguments,), description=__doc__)
     path = named.pop("config", None)
     if not path:
-        raise ValueError("name a grid with --config, such as recipes/configs/ablation_cpu.yaml")
+        raise ValueError("name a grid with --config, such as recipes/configs/recovery_two_points.yaml")
     return path, GridArguments(**named), read_command(words, GROUPS)
 
 

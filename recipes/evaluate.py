@@ -85,7 +85,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         return {}
     completions = [Completion(**line) for log in logs.values() for line in log.done.values()]
     generation = {"conversational": conversational}
-    for name in ("max_new_tokens", "chat_template_kwargs", "samples", "temperature", "top_p", "seed", "batch_size"):
+    for name in ("max_new_tokens", "chat_template_kwargs", "samples", "temperature", "seed", "batch_size"):
         generation[name] = getattr(options, name)
     result = {
         "task": task.name,
@@ -151,7 +151,10 @@ def _open_logs(
 ) -> dict[bool, ResumeLog]:
     """Open the files of completions, by whether they are sampled: first what they depend on, then one a line."""
     # Another source of the scores means that verdicts on disk may be out of date.
-    sources = {Path(inspect.getsourcefile(score)) for score in task.scores.values()}
+    sources = set()
+    for score in task.scores.values():
+        with contextlib.suppress(TypeError):  # written in C
+            sources.add(Path(inspect.getsourcefile(score if inspect.isroutine(score) else type(score))))
     common = {
         "task": task.name,
         "problems": len(token_ids),
@@ -163,7 +166,7 @@ def _open_logs(
     }
     files = {False: ("greedy.jsonl", common)}
     if options.samples:
-        sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
+        sampling = {"temperature": options.temperature, "seed": options.seed}
         files[True] = "samples.jsonl", {**common, **sampling}
     return {
         sampled: ResumeLog(
@@ -204,7 +207,6 @@ def _complete(
         [batch for batch in batches if any((batch.sample, row) in missing for row in batch.rows)],
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        top_p=options.top_p,
         chat_template_kwargs=options.chat_template_kwargs,
     )
     progress = tqdm(

@@ -78,7 +78,7 @@ def architectures() -> str:
 #: Seeds that learning rates are chosen on, which are not reported.
 TUNING_SEEDS = (100, 101)
 #: End points of a run, as its record names them.
-_ENDS = ("value", "mean_of_curve")
+ENDS = ("value", "mean_of_curve")
 
 
 def reported_runs(grid: str = "recovery_two_points") -> list[dict]:
@@ -139,7 +139,7 @@ def _rates(grid: str) -> str:
         cells = []
         for rate in rates:
             found = of_label.get(rate, [])
-            ends = " and ".join(f"{100 * fmean(r[key] for r in found):.1f}" for key in _ENDS if found)
+            ends = " and ".join(f"{100 * fmean(r[key] for r in found):.1f}" for key in ENDS if found)
             cells.append(f"{ends} ({len(found)})" if found else "")
         rows.append([label, *cells])
     return table(["cell", *(f"{rate:g}" for rate in rates)], rows)
@@ -168,7 +168,6 @@ def _grid_table(runs: list[dict]) -> str:
     first = runs[0]
     # The command of some runs names a learning rate that the file has by now.
     command = min(run["command"] for run in runs)
-    caption = (
-        f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{command}`, {first['date']}"
-    )
+    dates = " to ".join(sorted({min(run["date"] for run in runs), max(run["date"] for run in runs)}))
+    caption = f"**{first['model']}**: {first['shape']}; {len(runs)} runs on {first['hardware']}; `{command}`, {dates}"
     return f"{caption}\n\n{markdown_table(*table_rows(runs))}"

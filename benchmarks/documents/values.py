@@ -2,9 +2,9 @@
 """Single numbers in the sentences of documents, from the records."""
 
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 
-from hf_mxfp4.lab.evaluation.intervals import welch_interval, with_interval
+from hf_mxfp4.lab.evaluation.intervals import t_interval, welch_interval, with_interval
 from hf_mxfp4.recipes.ablations.results import mean_logged
 
 from ..records import records
@@ -14,9 +14,10 @@ from .runs import runs_at_the_best_rate, runs_of
 _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
 
 
-def _minus(other: str, cell: str, key: str = "value", grid: str = "recovery_two_points") -> str:
-    """Return accuracy points of a cell minus another's, with the 95 % interval and the number of runs."""
-    values, others = ([run[key] for run in runs_of(name, grid)] for name in (cell, other))
+def _minus(other: str, cell: str, key: str = "value", grid: str = "recovery_two_points", most_seeds: int = 1000) -> str:
+    """Return accuracy points of a cell minus another's, with the 95 % interval and the number of runs, of seeds below
+    ``most_seeds``."""
+    values, others = ([run[key] for run in runs_of(name, grid) if run["seed"] < most_seeds] for name in (cell, other))
     counted = "1 run" if len(values) == 1 else f"{len(values)} runs"
     return f"{with_interval(welch_interval(others, values), 100, 1, alone='')} ({counted})"
 
@@ -35,9 +36,11 @@ def _effect_of_noise(cell: str) -> str:
 
 
 def _distillation(cell: str, grid: str) -> str:
-    """Return the divergence from the teacher before and after the distillation of a cell's first run, in nats."""
-    distilled = runs_of(cell, grid)[0]["distilled"]
-    return f"{distilled['kl_before']:.3f} to {distilled['kl_after']:.3f}"
+    """Return the divergence from the teacher before and after the distillation of a cell, in nats: the mean over its
+    students, with the lowest and the highest after it."""
+    students = [run["distilled"] for run in runs_of(cell, grid)]
+    before, after = ([student[name] for student in students] for name in ("kl_before", "kl_after"))
+    return f"{fmean(before):.3f} to {fmean(after):.3f} ({min(after):.3f} to {max(after):.3f}, {len(students)} students)"
 
 
 def _range(file: str, value: Callable[[dict], float], form: str = ".0f") -> str:
@@ -53,9 +56,15 @@ def _number(file: str, key: str, form: str, *names: str) -> str:
 
 
 def _loss_above(arm: str, other: str) -> str:
-    """Return how much more loss an arm of the pretraining study costs than another, with the 95 % interval."""
-    gaps = {record["name"]: record["gap"]["by_seed"] for record in records("pretrain")}
-    return with_interval(welch_interval(gaps[other], gaps[arm]), 1, 3)
+    """Return how much more loss an arm of the pretraining study costs than another, with the 95 % interval over the
+    seeds that both have: of one seed, both are measured against the same baseline."""
+    gaps = {
+        record["name"]: dict(zip(record["seeds"], record["gap"]["by_seed"], strict=True))
+        for record in records("pretrain")
+    }
+    both = gaps[arm].keys() & gaps[other].keys()
+    differences = [gaps[arm][seed] - gaps[other][seed] for seed in both]
+    return f"{with_interval(t_interval(differences), 1, 3)} ({len(both)} seeds)"
 
 
 def _seconds_of_runs(*cells: str) -> str:
@@ -74,6 +83,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gptq_end": lambda: _minus("bf16", "bf16_then_gptq"),
     "sampled_end": lambda: _minus("bf16", "bf16_sampled_w4a8"),
     "distilled_end": lambda: _minus("bf16", "w4a8_distilled"),
+    "distilled_declared": lambda: _minus("bf16", "w4a8_distilled", most_seeds=12),
     "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
     "steps_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_steps"),
     "steps_curve": lambda: _minus("bf16", "w4a8_smoothed", "mean_of_curve", "recovery_steps"),
@@ -81,9 +91,13 @@ VALUES: dict[str, Callable[[], str]] = {
     "steps_distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve", "recovery_steps"),
     "gemma_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_gemma"),
     "gemma_distilled_end": lambda: _minus("bf16", "w4a8_distilled", grid="recovery_gemma"),
+    "students": lambda: _distillation("w4a8_distilled", "recovery_two_points"),
+    "students_w4a4": lambda: _distillation("w4a4_h64_distilled", "recovery_two_points"),
     "gemma_distillation": lambda: _distillation("w4a8_distilled", "recovery_gemma"),
     "lora_end": lambda: _minus("bf16_lora", "w4a8_lora"),
     "lora_gptq_end": lambda: _minus("bf16_lora", "w4a8_lora_gptq"),
+    "lora_w4a16_end": lambda: _minus("bf16_lora", "w4a16_lora"),
+    "lora_w4a16_gptq_end": lambda: _minus("bf16_lora", "w4a16_lora_gptq"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
     "noise_w4a8": lambda: _effect_of_noise("w4a8_smoothed"),
     "gpu_forward": lambda: _number("gpu_forward", "ratio", ".2f", "forward / w4a8"),

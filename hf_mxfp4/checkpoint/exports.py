@@ -89,6 +89,7 @@ def export(
     one_of("format", format, tuple(FORMATS))
     one_of("on_mismatch", on_mismatch, tuple(ON_MISMATCH))
     one_of("scale_rule", scale_rule, (None, *SCALE_RULES))
+    one_of("preset", preset, (None, "w4a16", "w4a4"))
     one_of("dtype", dtype, (None, *DTYPES))
     folder = open_checkpoint(source_dir)
     source = _open_source(folder, FORMATS[format], scale_rule, preset, modules_to_not_convert)

@@ -173,6 +173,8 @@ def smooth(
 
     What comes out is a plain checkpoint, for training, packing and export as any other.
     """
+    if text is None and (text_field, samples, max_length) != (None, 32, 512):
+        fail("--text-field, --samples and --max-length are of texts; add --text, or leave them out")
     options = None if text is None else lab.TextOptions(text, text_field, samples, max_length)
 
     def smooth(loaded, batches):

@@ -46,7 +46,9 @@ def plan(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt and its completion.")] = 1024,
     optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw",
     gradient_checkpointing: Annotated[bool, typer.Option(help="TRL's default is on.")] = True,
-    lora_rank: Annotated[int, typer.Option(min=1, help="Of adapters on packed weights.")] = 16,
+    lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="Of adapters on packed weights.", show_default="16")
+    ] = None,
     lora_experts: Annotated[bool, typer.Option(help="Adapters on experts too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -56,7 +58,12 @@ def plan(
     """
     config = lab.planning.read_config(model)
     own = checkpoint.stored_scheme(getattr(config, "quantization_config", None))
+    if mode == "full" and (preset or skip):
+        fail("--preset and --skip have no effect with --mode full; leave them out")
     quantization = None if mode == "full" else _quantization(own, mode, preset, skip or [])
+    has_adapters = quantization is not None and quantization.mode == "packed"
+    if not has_adapters and (lora_rank is not None or lora_experts):
+        fail("--lora-rank and --lora-experts are of adapters on packed weights; add --mode packed, or leave them out")
     sizes = lab.sizes_of(config, quantization, lora_experts)
     usable = 0.9 * gpu_memory * 1e9
     engines = lab.planning.ENGINES if gpus > 1 else ("ddp",)
@@ -64,7 +71,7 @@ def plan(
         engines = (engine,)
     plans: dict[str, Any] = {}
     for name in engines:
-        setup = lab.Setup(quantization, name, gpus, batch, length, optimizer, gradient_checkpointing, lora_rank)
+        setup = lab.Setup(quantization, name, gpus, batch, length, optimizer, gradient_checkpointing, lora_rank or 16)
         plans[name] = lab.planning.fit(sizes, setup, usable)
     if as_json:
         print_json({"model": model, "usable_bytes_per_gpu": usable, "engines": plans})

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's structure: its layers and their names, its routers, and the report of quantizing it."""
+"""A model's structure: its layers, their names, and its routers."""

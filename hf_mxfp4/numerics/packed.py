@@ -25,8 +25,7 @@ class MXFP4Tensor:
         codes: uint8 ``[..., ceil(K/2)]``, two E2M1 codes per byte, even index in the low nibble.
         scale: uint8 ``[..., ceil(K/32)]``, E8M0.
         macro: uint8 ``[..., ceil(K/macro_block)]`` or `None`; factor ``1 + byte/256``, or four block mantissas.
-        residual_codes, residual_scale: as ``codes`` and ``scale`` for the outlier-fallback pass, or `None`; all zero in
-            blocks that were not selected for it.
+        residual_codes, residual_scale: as ``codes`` and ``scale`` for the outlier-fallback pass, or `None`.
         length: K, the number of elements along the quantized axis.
         axis: position of that axis in the original tensor.
         scheme: what was applied.

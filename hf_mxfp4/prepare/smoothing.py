@@ -164,7 +164,7 @@ def _decoder(model: nn.Module) -> nn.Module:
     """Return the part of a model that turns token ids into hidden states."""
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", True)
     if has_encoder or not isinstance(model.get_input_embeddings(), nn.Embedding):
-        raise ValueError(f"{type(model).__name__} is no decoder that gets token ids alone")
+        raise ValueError(f"{type(model).__name__} is no decoder that gets token ids alone; leave smoothing out")
     return model.get_decoder()
 
 

@@ -80,8 +80,8 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     report_every: int = option(
         100,
-        "Steps between versions of run_report.html; 0: neither it nor run_log.jsonl. The trainer writes the log, of "
-        "which recipes/grpo.py (or `RunReportCallback` of hf_mxfp4.lab) makes the report.",
+        "0: no run_log.jsonl, which the trainer writes otherwise. Recipes make run_report.html of it every so many "
+        "steps; in Python, add `RunReportCallback` of hf_mxfp4.lab.",
     )
     router_replay: bool = option(
         False, "Mixture of experts: train with the experts of the rollout (R3, arXiv 2510.11370)."

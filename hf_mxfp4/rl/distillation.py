@@ -278,7 +278,9 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
         for layer in layers:
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(True)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
 
 
 def _tokens_of(

@@ -206,16 +206,20 @@ class ExactResumeMixin(Mixin):
         before = max(math.ceil(epoch) - 1, 0)
         self._stream_position = before, round((epoch - before) * saved.max_steps)
         file = _state_file(checkpoint, self.args.process_index)
-        if not file.is_file():
-            file = _state_file(checkpoint, 0)
+        has_own = file.is_file()
+        if not has_own:
+            file = _state_file(checkpoint, 0)  # which says how many processes there were
         reason = "was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model)"
         if file.is_file():
             device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
             state = torch.load(file, map_location=device, weights_only=True)
-            if state["world_size"] == self.args.world_size:
+            if state["world_size"] != self.args.world_size:
+                reason = f"was written by {state['world_size']} processes and is resumed by {self.args.world_size}"
+            elif has_own:
                 self._load_process_state(state)
                 return
-            reason = f"was written by {state['world_size']} processes and is resumed by {self.args.world_size}"
+            else:
+                reason = f"lacks the state of process {self.args.process_index}"
         get_logger().warning(
             "%s %s: what it lacks, or random states, start over, so that this run does not repeat one that was never "
             "stopped", checkpoint, reason,

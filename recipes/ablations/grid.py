@@ -25,9 +25,7 @@ MANAGED = (
     "evaluate_before",
     "reload_check",
 )
-_KEYS = (
-    "name output_dir seeds launcher reference task evaluation train base cells extra_cells label mean_of_last"
-).split()
+_KEYS = ("name output_dir seeds launcher reference task evaluation train base cells label mean_of_last").split()
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
 _CELL_KEYS = ("label", "options", "paper", "base")
 
@@ -178,19 +176,15 @@ def read_grid(
         start=start,
         shared=shared,
         launcher=launcher.split(),
-        cells=_cells(content, path, only),
+        cells=_cells(content, only),
         mean_of_last=content.get("mean_of_last", 1),
     )
 
 
-def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -> list[Cell]:
+def _cells(content: Mapping[str, Any], only: Sequence[str] | None) -> list[Cell]:
     """Return the chosen cells of a grid."""
-    described = content["cells"]
-    if isinstance(described, str):
-        described = load_yaml(path.parent / described)
-    described = {**described, **content.get("extra_cells", {})}
     cells = []
-    for name, cell in described.items():
+    for name, cell in content["cells"].items():
         check_mapping(cell, f"cells.{name}", _CELL_KEYS)
         cells.append(
             Cell(
@@ -202,7 +196,7 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
             )
         )
     named = [content.get("reference", "bf16"), *(only or ())]
-    check_mapping(dict.fromkeys(named), "cells", list(described))
+    check_mapping(dict.fromkeys(named), "cells", list(content["cells"]))
     return [cell for cell in cells if only is None or cell.name in only]
 
 

@@ -68,7 +68,7 @@ def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
                 "label": run.cell.label,
                 "seed": run.seed,
                 "options": dict(run.cell.options),
-                "learning_rate": options.training.learning_rate,
+                "learning_rate": summary["learning_rate"],
                 "paper": dict(run.cell.paper),
                 "reference": grid.reference,
                 "before": before,

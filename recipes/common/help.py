@@ -71,7 +71,7 @@ HEADINGS = {
         "max_completion_length train_all generate_with gradient_checkpointing"
     ),
     "Sampling and noise": (
-        "num_generations temperature top_p samples k max_new_tokens batch_size use_vllm vllm_weights "
+        "num_generations temperature samples k max_new_tokens batch_size use_vllm vllm_weights "
         "rollout_correction rollout_correction_cap step_weights router_replay aqn aqn_sigma_start aqn_sigma_end "
         "aqn_num_stages"
     ),

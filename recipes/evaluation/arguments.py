@@ -46,7 +46,6 @@ class EvaluationArguments(TaskArguments):
     samples: int = option(0, "Sampled completions of each problem, for pass@k; 0: greedy only.")
     k: str | None = option(None, "The k of pass@k, such as 1,4,16; default: 1 and --samples.")
     temperature: float = option(1.0, "Of sampling.")
-    top_p: float = option(1.0, "Of sampling.")
     seed: int = option(0, "Of sampling and of bootstrap intervals.")
     max_new_tokens: int | None = option(None, "Longest completion; default: the task's.")
     batch_size: int = option(64, "Prompts in a batch.")

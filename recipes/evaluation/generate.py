@@ -73,7 +73,6 @@ def complete_batches(
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
-    top_p: float = 1.0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     cache_weights: bool = True,
 ) -> Iterator[list[Completion]]:
@@ -84,14 +83,14 @@ def complete_batches(
 
     Args:
         dataset: the columns ``prompt`` and ``answer`` of a task.
-        temperature, top_p: of the distribution that samples are drawn from.
+        temperature: of the distribution that samples are drawn from.
         chat_template_kwargs: of the template of conversations.
         cache_weights: quantize each weight once, and not for each token.
     """
     state = PartialState()
     prompts = list(dataset["prompt"])
     answers = list(dataset["answer"])
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
     is_parsed = not isinstance(prompts[0], str) and tokenizer.response_template is not None
     was_training = model.training
     model.eval()

@@ -124,7 +124,7 @@ def check_same_problems(keys: Sequence[str], task: str, other: Mapping[str, Any]
         raise ValueError(
             f"the two results are not of the same problems ({len(keys)} of {task} and {len(others)} of "
             f"{other['task']}, {len(set(keys) & set(others))} in common): evaluate both with the same --task, "
-            "--dataset, --evaluate_n, split_seed and prompts"
+            "--dataset, --evaluate_n and prompts"
         )
 
 

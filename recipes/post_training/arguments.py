@@ -70,13 +70,6 @@ class RunStudy(StartStudy):
 
 
 @dataclass
-class TextStudy(StartStudy):
-    """What they set of `sft.py` and `distill.py`."""
-
-    text_samples: int = option(100_000, "How many texts to learn, or windows of max_length tokens of a running text.")
-
-
-@dataclass
 class StartArguments(TaskArguments):
     """The task, how the model is prepared, and the output folder."""
 
@@ -109,8 +102,6 @@ class RecipeArguments(StartArguments):
 class TextArguments(StartArguments):
     """What `sft.py` and `distill.py` learn and evaluate on."""
 
-    STUDY: ClassVar[type] = TextStudy
-
     learn: str = option("text", "Of the task: 'text' (prompts and completions), 'completion'; distill.py: 'generated'.")
     text: str | None = option(None, "Texts to learn in place of the task's: a file, folder or dataset (name:split).")
     text_field: str | None = option(None, "Their field, or several with commas between.")
@@ -138,7 +129,7 @@ QuantizationArguments = make_dataclass(
 _LEAST = {
     **dict.fromkeys(("sft_steps", "reload_check"), 0),
     **dict.fromkeys(("tiny_hidden_size", "tiny_num_layers", "sft_batch_size", "greedy_batch_size"), 1),
-    **dict.fromkeys(("evaluate_every_n", "text_samples"), 1),
+    "evaluate_every_n": 1,
 }
 #: Options that mean another model or task than those of the demo.
 OTHER_THAN_THE_DEMO = ("model_name_or_path", "dataset", "eval_dataset", "text")

@@ -111,7 +111,7 @@ def write_resolved_config(folder: Path, options: Options) -> None:
             if field.init:
                 used[field.name] = getattr(group, field.name)
     used["study"] = asdict(used["study"])
-    used = {name: value for name, value in used.items() if not name.endswith("_token")}
+    used = {name: value for name, value in used.items() if name not in ("hub_token", "push_to_hub_token")}
     # Through JSON, which makes plain values of enumerations, paths and the like.
     content = json.loads(json.dumps({"versions": package_versions(), "options": used}, default=str))
     file = folder / "resolved_config.yaml"

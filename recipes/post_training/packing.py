@@ -93,11 +93,6 @@ def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
         value = getattr(recipe, option.name)
         if option.name not in ("task", "reward", "study") and value is not None:
             words += [f"--{option.name}", str(value)]
-    study: dict[str, Any] = {}
-    if recipe.study.split_seed:
-        study["split_seed"] = recipe.study.split_seed
     if recipe.study.conversational is not None:
-        study["conversational"] = recipe.study.conversational
-    if study:
-        words += ["--study", json.dumps(study)]
+        words += ["--study", json.dumps({"conversational": recipe.study.conversational})]
     tell("evaluate", shlex.join(words))

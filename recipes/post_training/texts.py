@@ -23,6 +23,8 @@ from hf_mxfp4.recipes.tasks import of_task
 Measured = dict[str, dict[str, float]]
 #: Held-out texts of each source, unless the options say otherwise.
 _HELD_OUT = 24
+#: Texts that are learned at most, or windows of `max_length` tokens of a running text.
+_LEARNED = 100_000
 
 
 class TextRun:
@@ -82,7 +84,7 @@ class TextRun:
         task = self._task
         n_held_out = recipe.evaluate_n or _HELD_OUT
         if recipe.text:
-            learned = self._texts(recipe.text, recipe.study.text_samples, recipe.text_field)
+            learned = self._texts(recipe.text, _LEARNED, recipe.text_field)
         else:
             learned = of_task(task.train, recipe.learn)
         held_out = {Path(source).stem: self._texts(source, n_held_out) for source in recipe.eval_text}

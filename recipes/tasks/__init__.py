@@ -32,7 +32,6 @@ class TaskStudy:
     """What studies set of a task."""
 
     n_train: int | None = option(None, "Rows of the train split to use; default all.")
-    split_seed: int = option(0, "Seed of the task's split and subsets.")
     conversational: bool | None = option(None, "Prompts as chat messages; default: as the tokenizer has a template.")
 
 
@@ -89,7 +88,6 @@ class TaskArguments:
             prompt_template=self.prompt_template,
             n_train=self.study.n_train,
             n_test=self.evaluate_n,
-            seed=self.study.split_seed,
             conversational=conversational,
         )
 

@@ -25,7 +25,7 @@ TINY = [
     "--study={reload_check: 16, greedy_batch_size: 8}",
 ]  # fmt: skip
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
 def large(engine, *values):
@@ -41,8 +41,8 @@ def case(engine, mode, *marks):
 
 #: Mixtures have linear layers and experts.
 CASES = [case("fsdp2", "moe"), case("zero3", "moe")]
-LONG = {"qat": ("ddp", "fsdp2", "zero2", "zero3"), "lora": ("ddp", "fsdp2_lora", "zero3")}
-LONG |= {"moe": ("ddp",), "moe_lora": ("ddp", "fsdp2_lora")}
+LONG = {"qat": ("ddp", "fsdp2", "zero2", "zero3"), "lora": ("ddp", "fsdp2", "zero3")}
+LONG |= {"moe": ("ddp",), "moe_lora": ("ddp", "fsdp2")}
 CASES += [case(engine, mode, pytest.mark.large) for mode in LONG for engine in LONG[mode]]
 
 
@@ -268,7 +268,7 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
         assert log["completions/max_length"] == 6
 
 
-SHARDING = pytest.mark.parametrize("engine", ["fsdp2_lora", large("zero3")])
+SHARDING = pytest.mark.parametrize("engine", ["fsdp2", large("zero3")])
 
 
 def pushed(jobs, engine, packs):
@@ -338,11 +338,11 @@ def test_tensor_parallel_loading_is_refused(jobs):
     assert after.count("is loaded") == 2  # so that the refusals are ours
 
 
-FSDP2 = {"tiny_cpu": "fsdp2", "tiny_moe_cpu": "fsdp2", "tiny_cpu_lora": "fsdp2_lora"}
+RECIPES = ("tiny_cpu", "tiny_moe_cpu", "tiny_cpu_lora")
 
 
 @pytest.mark.parametrize(
-    ("engine", "config"), [large(engine, config) for config in FSDP2 for engine in (FSDP2[config], "zero3")]
+    ("engine", "config"), [large(engine, config) for config in RECIPES for engine in ("fsdp2", "zero3")]
 )
 def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
     # 17 problems in batches of 8 are two batches for one process and one for the other.
@@ -384,7 +384,7 @@ def test_distillation_is_that_of_one_process(jobs, engine):
     "engine, mode",
     [
         pytest.param("ddp", "qat", marks=pytest.mark.slow),
-        *(large(*each) for each in (("fsdp2", "qat"), ("fsdp2_lora", "lora"), ("zero3", "qat"))),
+        *(large(*each) for each in (("fsdp2", "qat"), ("fsdp2", "lora"), ("zero3", "qat"))),
     ],
 )
 def test_trainers_of_trl_train_as_in_one_process(jobs, engine, mode):

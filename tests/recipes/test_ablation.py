@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 SCRIPT = ROOT / "recipes" / "ablation.py"
 RECOVERY = CONFIGS / "recovery_smollm2.yaml"
-SHIPPED = [path for path in sorted(CONFIGS.glob("ablation_*.yaml")) if path.stem != "ablation_cells"]
+GRIDS = sorted([*CONFIGS.glob("ablation_*.yaml"), *CONFIGS.glob("recovery_*.yaml")])
 
 
 # ---- grids ----------------------------------------------------------------------------------------------------------
@@ -46,16 +46,18 @@ def write(path, **changes):
     return path
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_cells_of_shipped_grids_are_accepted_and_differ_in_what_they_name(path):
     grid = read_grid(path, seeds=[0])
-    assert grid.reference == "bf16"
-    assert {"bf16", "mxfp4", "mbs", "of", "mbs_of"} <= {cell.name for cell in grid.cells}
-    plain = next(run.config for run in grid.runs if run.cell.name == "mxfp4")
-    for run in grid.runs:
+    runs = {run.cell.name: run for run in grid.runs}
+    plain = runs.get("mxfp4", runs["bf16"]).config
+    for run in runs.values():
         run.parse()
         different = {name for name, value in run.config.items() if value != plain.get(name)}
-        assert different <= {"output_dir", *run.cell.options} or "preset" in run.cell.options
+        named = {"output_dir", *run.cell.options}
+        if run.cell.base:
+            named |= {"model_name_or_path", "study"}  # evaluated before training, as another start
+        assert different <= named or "preset" in run.cell.options
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +100,13 @@ def test_cells_of_two_points_have_dithered_masters_and_their_schemes():
     assert options["bf16"].recipe.study.save_policy
     assert options["bf16_then_gptq"].recipe.gptq
     assert options["bf16_then_gptq"].training.max_steps == 0
-    assert options["w4a8_lora"].model == options["w4a8_lora_gptq"].model == options["bf16_lora"].model
-    assert options["w4a8_lora"].quantization == MXFP4RLConfig(mode="packed", preset="w4a8", smooth=True)
-    assert options["w4a8_lora_gptq"].recipe.gptq
+    lora = {name: of_cell for name, of_cell in options.items() if "_lora" in name}
+    assert all(of_cell.model == options["bf16_lora"].model for of_cell in lora.values())
+    smoothed = [name for name, of_cell in lora.items() if of_cell.quantization.smooth and name != "bf16_lora"]
+    assert smoothed == ["w4a8_lora_smoothed", "w4a8_lora_gptq", "w4a16_lora", "w4a16_lora_gptq"]
+    assert options["w4a8_lora"].quantization == MXFP4RLConfig(mode="packed", preset="w4a8")
+    assert options["w4a16_lora"].quantization == MXFP4RLConfig(mode="packed", preset="w4a16")
+    assert [name for name, of_cell in lora.items() if of_cell.recipe.gptq] == ["w4a8_lora_gptq", "w4a16_lora_gptq"]
     assert not set(grid.seeds) & {100, 101}
 
 
@@ -128,7 +134,6 @@ def test_a_run_is_the_shared_options_and_its_own(tmp_path):
         ({"reference": "bf61"}, "did you mean 'bf16'"),
         ({"base": {}}, "base needs model_name_or_path"),
         ({"base": None}, "lacks base"),
-        ({"cells": "nowhere.yaml"}, "nowhere.yaml"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -245,7 +250,7 @@ summary = {
     "accuracy_before": {"strict": 0.125} if config["study"]["evaluate_before"] else None,
     "accuracy_after": {"strict": value},
     "standard_error_after": {"strict": 0.1}, "n_test": 16, "steps": 3, "scheme": "some", "n_quantized": 14,
-    "weight_sqnr_db": None, "seconds": 1.0, "distilled": {"kl_after": 0.5},
+    "learning_rate": config["learning_rate"], "weight_sqnr_db": None, "seconds": 1.0, "distilled": {"kl_after": 0.5},
 }
 (folder / "summary.json").write_text(json.dumps(summary))
 """

@@ -258,9 +258,8 @@ def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
     torch.manual_seed(99)
     assert drawn(model, tokenizer, [second, first]) == once
     assert drawn(model, tokenizer, [second]) != once
-    for options in ({"temperature": 1e-4}, {"top_p": 1e-6}):
-        found = drawn(model, tokenizer, [Batch((0, 1, 2), 0, 1), Batch((0, 1, 2))], **options)
-        assert [found[0, i] for i in range(3)] == [found[None, i] for i in range(3)]
+    found = drawn(model, tokenizer, [Batch((0, 1, 2), 0, 1), Batch((0, 1, 2))], temperature=1e-4)
+    assert [found[0, i] for i in range(3)] == [found[None, i] for i in range(3)]
 
 
 def test_a_completion_ends_with_the_end_of_sequence_of_the_tokenizer_or_of_the_checkpoint():

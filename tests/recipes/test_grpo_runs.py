@@ -215,6 +215,8 @@ def test_the_whole_recipe_on_a_packed_base(whole):
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert json.loads((folder / "summary.json").read_text()) == summary
 
+    # Packed one by one, weights cannot be smoothed as they are loaded.
+    assert summary["model"].endswith(", smoothed at 8 places")
     # The start is a full-precision checkpoint; what was trained is an adapter that knows the scheme of its base.
     assert "quantization_config" not in json.loads((folder / "base" / "config.json").read_text())
     adapter = json.loads((folder / "policy" / "adapter_config.json").read_text())
@@ -259,7 +261,7 @@ def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
     assert moved["n_quantized"] == 14
     assert moved["scheme"] == PACKED.describe()
     saved = json.loads((tmp_path / "moved" / "policy" / "adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == str(whole[0] / "base")
+    assert saved["base_model_name_or_path"] == str(whole[0] / "prepared")
     assert saved["r"] == 2
 
 
@@ -269,7 +271,7 @@ def test_the_start_says_which_scheme_and_adapter_options_it_has(whole, tmp_path)
     stored, options = find_start(parse([adapter, *on_the_cpu]))
     assert stored.adapter
     assert options.quantization == PACKED
-    assert stored.weights == str(whole[0] / "base")
+    assert stored.weights == str(whole[0] / "prepared")
     lora = ["--config", str(CONFIGS / "tiny_cpu_lora.yaml"), adapter]
     with pytest.raises(SystemExit, match="has r=2, not lora_r=16; leave lora_r out, or start from its base"):
         find_start(parse(lora))

@@ -175,8 +175,8 @@ def test_the_correction_of_rollouts_is_a_mode_or_a_boolean(word, expected):
 
 
 def test_evaluation_and_training_call_an_option_the_same():
-    found = parse_evaluation(["model", "--evaluate-n=9", "--study", "{split_seed: 3}"])
-    assert (found.evaluate_n, found.study.split_seed) == (9, 3)
+    found = parse_evaluation(["model", "--evaluate-n=9", "--study", "{n_train: 3}"])
+    assert (found.evaluate_n, found.study.n_train) == (9, 3)
 
 
 def test_a_step_without_a_reward_shows_none():
@@ -193,10 +193,10 @@ def test_there_are_few_options_of_our_own():
 
 def test_words_and_files_with_a_study_are_put_together(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("study: {n_train: 5, reload_check: 0}\nuse_cpu: true\nbf16: false\n")
-    words = ["--config", str(path), "--study", "{n_train: 7}", "--study={split_seed: 3}"]
+    path.write_text("study: {n_train: 5, sft_steps: 9}\nuse_cpu: true\nbf16: false\n")
+    words = ["--config", str(path), "--study", "{n_train: 7}", "--study={reload_check: 3}"]
     study = parse(words).recipe.study
-    assert (study.n_train, study.split_seed, study.reload_check, study.sft_steps) == (7, 3, 0, 400)
+    assert (study.n_train, study.reload_check, study.sft_steps) == (7, 3, 9)
 
 
 @pytest.mark.parametrize(("slowdown", "is_bfloat16"), [(0.5, True), (1.2, True), (4.0, False)])

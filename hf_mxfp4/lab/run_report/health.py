@@ -131,7 +131,7 @@ def _reward_words(record: RunRecord) -> str:
     if found is None:
         return ""
     first, last, (low, high) = found
-    change = f"{last - first:+.3f} [{low:+.3f}, {high:+.3f}], 95 % interval"
+    change = f"{last - first:+.3f} [{low:+.3f}, {high:+.3f}], 95 % interval as if steps were independent"
     return f"Mean reward went from {first:.3f} to {last:.3f} ({change})."
 
 

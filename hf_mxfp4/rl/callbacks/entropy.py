@@ -17,8 +17,8 @@ _START_VALUES = 3
 _SLOPE_VALUES = 20
 _CODES = {"": 0, "collapse": -1, "explosion": 1}
 _ADVICE = {
-    "collapse": "the policy stopped exploring; raise aqn_sigma_start or entropy_coef, or lower the rate",
-    "explosion": "the policy is losing its shape; lower aqn_sigma_start or the learning rate",
+    "collapse": "the policy stopped exploring; lower the learning rate, or raise entropy_coef",
+    "explosion": "the policy is losing its shape; lower the learning rate, and aqn_sigma_start if aqn is on",
 }
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..._logging import get_logger
 from ...layers import WeightMatrix, gathered, trainable_matrices
 from ...numerics import QuantScheme
+from ...ops import widest_float
 from ...ops.quantization import fake_quantize
 from ..run_log import MOVEMENT_ALARM, movement_advice
 from .errors import evenly_spread
@@ -170,9 +171,9 @@ def _sums(matrix: WeightMatrix, before: torch.Tensor) -> dict[str, float]:
         return sums
     scheme = cast(QuantScheme, matrix.fprop.right)
     backend = matrix.layer.config.backend
-    # Differences in float32 and sums in float64, which not all accelerators have.
+    # Differences in float32, and sums in more digits where the device has them.
     wide = torch.promote_types(before.dtype, torch.float32)
-    exact = torch.float64 if before.device.type in ("cpu", "cuda") else wide
+    exact = widest_float(before.device)
     old = fake_quantize(before, scheme, backend).to(wide)
     new = fake_quantize(after, scheme, backend).to(wide)
     step = (after.to(wide) - before.to(wide)).to(exact).flatten(1)
