@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counters of bytes, on tensors that one can count by hand; and of calls, with how many a layer may make."""
+"""The counters of bytes, on tensors that one can count by hand, and of launches."""
 
 import pytest
 import torch
 from tiny_models import make_model
 from torch import nn
 
-from benchmarks import call_counts, host_time, other_version
+from benchmarks import host_time, other_version
 from benchmarks.counters import LiveTensors, SavedTensors, state_bytes
 
 
@@ -57,14 +57,6 @@ def test_live_tensors():
         assert (live.current, live.peak) == (400, 8400)
         torch.zeros(10)
         assert live.peak == 8400
-
-
-@pytest.mark.parametrize(("flow", "most"), [("cpu", 36), ("kept", 40), ("packed", 8), ("train", 90)])
-def test_a_call_of_a_layer_makes_few_python_calls(flow, most):
-    counter, microseconds = call_counts.count(flow)
-    assert 2 < counter.depth <= counter.calls <= most
-    assert microseconds > 1
-    assert any(file.endswith("linear.py") for file in counter.files)
 
 
 @torch.no_grad()

@@ -22,38 +22,19 @@ IMPROVES = verdicts.Claim("a improves b", "a", "b", reaches=False)
 
 
 @pytest.mark.parametrize(
-    ("claim", "a", "expected"),
+    ("claim", "a", "end", "curve"),
     [
         # Welch: both standard deviations 1.41 points, standard error 1.41, 2 degrees of freedom, t 4.303: ± 6.09.
-        (
-            REACHES,
-            (0.64, 0.66),
-            "| a reaches b | **holds** | +5.0 [-1.1, +11.1] | not resolved | -5.0 [-11.1, +1.1] | 2 and 2 |",
-        ),
-        (
-            REACHES,
-            (0.63, 0.65),
-            "| a reaches b | not resolved | +4.0 [-2.1, +10.1] | not resolved | -6.0 [-12.1, +0.1] | 2 and 2 |",
-        ),
-        (
-            REACHES,
-            (0.50, 0.52),
-            "| a reaches b | **does not hold** | -9.0 [-15.1, -2.9] | **does not hold** | -19.0 [-25.1, -12.9] | 2 and 2 |",
-        ),
-        (
-            IMPROVES,
-            (0.64, 0.66),
-            "| a improves b | not resolved | +5.0 [-1.1, +11.1] | not resolved | -5.0 [-11.1, +1.1] | 2 and 2 |",
-        ),
-        (
-            IMPROVES,
-            (0.66, 0.68),
-            "| a improves b | **holds** | +7.0 [+0.9, +13.1] | not resolved | -3.0 [-9.1, +3.1] | 2 and 2 |",
-        ),
+        (REACHES, (0.64, 0.66), "**holds** | +5.0 [-1.1, +11.1]", "not resolved | -5.0 [-11.1, +1.1]"),
+        (REACHES, (0.63, 0.65), "not resolved | +4.0 [-2.1, +10.1]", "not resolved | -6.0 [-12.1, +0.1]"),
+        (REACHES, (0.50, 0.52), "**does not hold** | -9.0 [-15.1, -2.9]", "**does not hold** | -19.0 [-25.1, -12.9]"),
+        (IMPROVES, (0.64, 0.66), "not resolved | +5.0 [-1.1, +11.1]", "not resolved | -5.0 [-11.1, +1.1]"),
+        (IMPROVES, (0.66, 0.68), "**holds** | +7.0 [+0.9, +13.1]", "not resolved | -3.0 [-9.1, +3.1]"),
     ],
 )
-def test_the_whole_interval_decides(monkeypatch, claim, a, expected):
-    assert verdict(monkeypatch, claim, {"a": a, "b": (0.59, 0.61)}) == expected
+def test_the_whole_interval_decides(monkeypatch, claim, a, end, curve):
+    found = verdict(monkeypatch, claim, {"a": a, "b": (0.59, 0.61)})
+    assert found == f"| {claim.text} | {end} | {curve} | 2 and 2 |"
 
 
 def test_a_single_run_says_nothing(monkeypatch):
