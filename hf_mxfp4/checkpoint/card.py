@@ -343,7 +343,7 @@ def _keep_written(folder: Path, existing: str | os.PathLike) -> bool:
 
 def _master_sqnr(model: nn.Module) -> float | None:
     """Return the SQNR of the master weights in decibels; `None` if they are sharded or not finite."""
-    weights = [getattr(matrix.layer, matrix.parameter).detach() for matrix in trainable_matrices(model)]
+    weights = [matrix.master.detach() for matrix in trainable_matrices(model)]
     if any(type(weight) is not torch.Tensor or weight.is_meta or weight.dim() < 2 for weight in weights):
         return None
     return master_sqnr(model)

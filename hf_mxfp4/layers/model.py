@@ -57,6 +57,11 @@ class WeightMatrix:
         return f"{owner}.{self.parameter}"
 
     @property
+    def master(self) -> torch.Tensor:
+        """The parameter, also where this is one expert of it."""
+        return getattr(self.layer, self.parameter)
+
+    @property
     def state(self) -> GemmState:
         """The products of the parameter."""
         if self.expert is None:
@@ -87,7 +92,7 @@ class WeightMatrix:
 
     def weight(self) -> torch.Tensor:
         """Return the master weight as it is now, detached."""
-        return self.of(getattr(self.layer, self.parameter).detach())
+        return self.of(self.master.detach())
 
     def layer_values(self, value: torch.Tensor) -> torch.Tensor:
         """Return the values that the forward product takes for a value of the whole parameter, in its shape and dtype,

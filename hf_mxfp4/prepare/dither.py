@@ -97,7 +97,7 @@ def dither_masters(model: nn.Module, seed: int = 0) -> DitherReport:
         by_parameter.setdefault((id(matrix.layer), matrix.parameter), []).append(matrix)
     for matrices in progress_bar(by_parameter.values(), what="Dithering weights", delay=_PATIENCE):
         first = matrices[0]
-        _dither_parameter(first.full_name, getattr(first.layer, first.parameter), matrices, report)
+        _dither_parameter(first.full_name, first.master, matrices, report)
     if by_parameter:
         return report
     plain = _plain_matrices(model)

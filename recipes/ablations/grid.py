@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_mxfp4.recipes.common.checkpoints import put_over
+from hf_mxfp4.recipes.common.checkpoints import reset_scheme
 from hf_mxfp4.recipes.common.options import check_mapping, check_options, load_yaml, merge_options, read_yaml
 from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, RunStudy, make_options
 
@@ -103,7 +103,7 @@ class Run:
         # All seeds start from the same model on the same problems, unless the start has the seed in its name.
         evaluate_before = self.seed == self.grid.seeds[0] or "{seed}" in start
         usual = {"report_to": "none", "save_strategy": "no", "study": {"save_policy": False, "pack": False}}
-        shared, _ = put_over(self.grid.shared, self.cell.options)
+        shared, _ = reset_scheme(self.grid.shared, self.cell.options)
         managed = {
             "model_name_or_path": start.replace("{seed}", str(self.seed)),
             "output_dir": str(self.folder),
@@ -159,7 +159,7 @@ def read_grid(
     shared: dict[str, Any] = {}
     for section in ("task", "evaluation", "train"):
         shared = merge_options(shared, _check_options(content.get(section), section))
-    shared, _ = put_over(shared, options)
+    shared, _ = reset_scheme(shared, options)
     shared = merge_options(shared, _check_options(options, "the command line"))
     seeds = content["seeds"] if seeds is None else seeds
     if not seeds or len(set(seeds)) != len(seeds) or not all(isinstance(seed, int) for seed in seeds):

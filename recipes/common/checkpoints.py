@@ -156,7 +156,7 @@ _OF_THE_MODEL = ("format_version", "modules_to_not_convert", "backend")
 _BESIDE_PRESETS = (*_OF_THE_MODEL, "mode", "matmul_backend", "stochastic_seed", "dither_ties", "smooth")
 
 
-def put_over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def reset_scheme(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Prepare options for others to be put over them; return what is left of ``earlier``, and what was dropped.
 
     A preset in ``later`` resets the options of the scheme in ``earlier``, so that it is exactly the preset, and so does

@@ -12,7 +12,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from trl import ModelConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.recipes.common.checkpoints import put_over
+from hf_mxfp4.recipes.common.checkpoints import reset_scheme
 from hf_mxfp4.recipes.common.options import (
     CONFIGS,
     build,
@@ -174,7 +174,7 @@ def parse(argv: list[str], groups: tuple[type, ...] = GROUPS, demo: Path = DEFAU
     given = read_command(argv, groups)
     path = given.pop("config", None) or _demo(given, demo)
     file = read_file(path, groups) if path else {}
-    kept, dropped = put_over(file, given)
+    kept, dropped = reset_scheme(file, given)
     if dropped:
         word = "preset" if "preset" in given else "mode"
         told = ", ".join(f"{name}={value}" for name, value in dropped.items())

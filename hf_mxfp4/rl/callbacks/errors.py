@@ -93,7 +93,7 @@ class ErrorCallback(_ComponentsCallback):
     def _measure(self, step: int) -> None:
         components = {}
         for name, matrix in self._chosen.items():
-            with gathered(getattr(matrix.layer, matrix.parameter)) as weight:
+            with gathered(matrix.master) as weight:
                 components[name] = _components("error", matrix.of(weight), matrix.layer.config.weight_scheme)
         self._keep(components, step)
 

@@ -147,7 +147,7 @@ def _movable(model: nn.Module) -> list[WeightMatrix]:
     trained = []
     for matrix in trainable_matrices(model):
         has_values = not matrix.layer.config.weights_alone_unsupported_reason
-        if has_values and getattr(matrix.layer, matrix.parameter).requires_grad:
+        if has_values and matrix.master.requires_grad:
             trained.append((matrix.name, matrix))
     return list(evenly_spread(trained, _MATRICES).values())
 
@@ -155,7 +155,7 @@ def _movable(model: nn.Module) -> list[WeightMatrix]:
 @torch.no_grad()
 def _sample(matrix: WeightMatrix) -> torch.Tensor:
     """Return a copy of evenly spaced units of a matrix ``[units, rows, K]``: rows, or groups that share scales."""
-    with gathered(getattr(matrix.layer, matrix.parameter)) as value:
+    with gathered(matrix.master) as value:
         weight = matrix.of(value)
         size = min(matrix.fprop.right.block_rows, len(weight))
         units = weight[: len(weight) // size * size].unflatten(0, (-1, size))
