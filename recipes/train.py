@@ -79,7 +79,8 @@ def words_for_grpo(argv: list[str]) -> tuple[list[str], Path | None]:
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(f"{folder} holds something else than a smoke run; choose another --output_dir")
     for option, value in SMOKE.items():
-        words += [f"--{option}", str(min(value, named.get(option, value)))]
+        asked = named.get(option)
+        words += [f"--{option}", str(value if asked is None else min(value, asked))]
     words += ["--study", SMOKE_STUDY, "--save_strategy", "no"]
     return [*words, "--output_dir", str(folder), "--overwrite", "true"], folder
 

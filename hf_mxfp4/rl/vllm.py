@@ -22,7 +22,7 @@ from ..integrations.peft import (
     adapter_sums,
     policy_parameters,
 )
-from ..layers import PACKED, TRAINABLE, trainable_matrices
+from ..layers import PACKED, TRAINABLE, WeightMatrix, trainable_matrices
 from ..ops import widest_float
 from .noise import NoiseReport, NormNoise, plain_name
 from .vllm_engine import VLLMEngine, check_forward, check_served, explain_server_errors
@@ -225,55 +225,34 @@ def rollout_parameters(
     """
     check_forward(model)
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
+    on_norms = _NoiseOnNorms(noise, step, sigma)
     # What is met is taken out; what is left at the end met no name.
     deltas = dict(deltas or {})
     factors = dict(factors or {})
-    norms: dict[str, int] = {}
-    if noise is not None and sigma > 0:
-        norms = {plain_name(name): index for index, name in enumerate(noise.norms)}
     left_out: set[str] = set()
     if pushed is not None:
         left_out = pushed.left_out
     n_quantized = 0
-    n_noisy = 0
-    n_elements = 0
-    energy = 0.0  # of the noise, after rounding
     for name, tensor in named:
-        owner = name.removesuffix(".weight")
         matrix = quantized.get(name)
         n_quantized += matrix is not None
         delta = deltas.pop(name, None)
-        has_noise = name.endswith(".weight") and owner in norms
-        is_clean = delta is None and not has_noise
-        if is_clean and name in left_out:
-            pass  # vLLM has it already
-        elif is_clean and packs and matrix is not None:
-            for suffix, part in matrix.packed_values(tensor).items():
-                yield f"{name}{suffix}", part
-        elif is_clean and matrix is None:
-            yield name, tensor
-        else:
-            if matrix is None:
-                value = tensor.detach()
-            else:
-                value = matrix.layer_values(tensor)
+        is_clean = delta is None and not on_norms.has(name)
+        if not is_clean:
+            value = tensor.detach() if matrix is None else matrix.layer_values(tensor)
             if delta is not None:
                 value = (value.float() + delta()).to(value.dtype)
-            served_dtype = dtype or value.dtype
-            if has_noise:
-                clean = value
-                value = (clean.float() + noise.noise(norms[owner], clean, step, sigma)).to(clean.dtype)
-                exact = widest_float(clean.device)
-                deviation = value.to(served_dtype).to(exact) - clean.to(served_dtype).to(exact)
-                energy += float(deviation.square().sum())
-                n_noisy += 1
-                n_elements += tensor.numel()
+            if on_norms.has(name):
+                value = on_norms.added(name, value, dtype or value.dtype)
             elif matrix is not None:
-                value = value.to(served_dtype)
+                value = value.to(dtype or value.dtype)
             yield name, value
+        elif name not in left_out:  # vLLM has the others already
+            yield from _clean_values(name, tensor, matrix, dtype, packs)
         if pushed is not None and name not in left_out:
             pushed.note(name, is_clean and name not in merged)
-        if name.endswith(".weight") and owner in factors:
+        owner = name.removesuffix(".weight")
+        if owner != name and owner in factors:
             for side, factor in zip("AB", factors.pop(owner)(), strict=True):
                 yield f"{owner}.lora_{side}.weight", factor
     if quantized and n_quantized == 0:
@@ -281,7 +260,57 @@ def rollout_parameters(
     if deltas or factors:
         names = ", ".join([*deltas, *factors])
         raise RuntimeError(f"adapters reached none of the weights pushed to vLLM by the name of {names}")
-    if norms and n_noisy == 0:
-        raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
-    if norms:
-        noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy, n_elements)
+    on_norms.report()
+
+
+def _clean_values(
+    name: str, tensor: torch.Tensor, matrix: WeightMatrix | None, dtype: torch.dtype | None, packs: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a parameter without noise and adapters: as it is, as quantized values, or as codes and scales."""
+    if matrix is None:
+        yield name, tensor
+    elif packs:
+        for suffix, part in matrix.packed_values(tensor).items():
+            yield f"{name}{suffix}", part
+    else:
+        value = matrix.layer_values(tensor)
+        yield name, value.to(dtype or value.dtype)
+
+
+class _NoiseOnNorms:
+    """The noise of one push, and how much of it is left after rounding to the dtype of vLLM."""
+
+    def __init__(self, noise: NormNoise | None, step: int, sigma: float):
+        self._noise = noise
+        self._step = step
+        self._sigma = sigma
+        self._norms: dict[str, int] = {}
+        if noise is not None and sigma > 0:
+            self._norms = {f"{plain_name(name)}.weight": index for index, name in enumerate(noise.norms)}
+        self._n_noisy = 0
+        self._n_elements = 0
+        self._energy = 0.0
+
+    def has(self, name: str) -> bool:
+        """Return whether there is noise on a parameter."""
+        return name in self._norms
+
+    def added(self, name: str, clean: torch.Tensor, served_dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight with its noise, in its own dtype."""
+        noise = self._noise.noise(self._norms[name], clean, self._step, self._sigma)
+        noisy = (clean.float() + noise).to(clean.dtype)
+        exact = widest_float(clean.device)
+        deviation = noisy.to(served_dtype).to(exact) - clean.to(served_dtype).to(exact)
+        self._energy += float(deviation.square().sum())
+        self._n_noisy += 1
+        self._n_elements += clean.numel()
+        return noisy
+
+    def report(self) -> None:
+        """Leave what was added in `last_report` of the noise. Raises `RuntimeError` where it reached no weight."""
+        if not self._norms:
+            return
+        if self._n_noisy == 0:
+            raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
+        spread = math.sqrt(self._energy / self._n_elements)
+        self._noise.last_report = NoiseReport(self._sigma, spread, self._n_noisy, self._n_elements)
