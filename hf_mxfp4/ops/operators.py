@@ -145,9 +145,20 @@ def compiled_linear(
     if weight.requires_grad and has_gradient:
         saved = what_is_saved(spec, x.dtype, dtype, groups is not None)
     ends = None if groups is None else groups.offsets(x.device)
-    options = dtype, saved, spec.padded_length(x.shape[-1]), has_gradient and not spec.is_plain
-    arguments = x, weight, bias, ends, state.layer_id, *options, spec.transposed, has_gradient
-    return torch.ops.hf_mxfp4.quantized_linear(*arguments)[0]
+    out, _ = torch.ops.hf_mxfp4.quantized_linear(
+        x,
+        weight,
+        bias,
+        ends,
+        state.layer_id,
+        dtype=dtype,
+        saved=saved,
+        columns=spec.padded_length(x.shape[-1]),
+        has_step=has_gradient and not spec.is_plain,
+        transposed=spec.transposed,
+        has_gradient=has_gradient,
+    )
+    return out
 
 
 @torch.library.custom_op("hf_mxfp4::quantized_linear", mutates_args=(), tags=_UNSAFE)
@@ -247,12 +258,17 @@ def _setup(ctx, inputs, output):
     ctx.options = saved, has_step, transposed
 
 
+#: Inputs of the operator behind the first three, which alone have gradients.
+_WITHOUT_GRADIENT = 8
+
+
 def _gradients(ctx, grad, _):
     weight, ends, layer_id, *tensors = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     arguments = grad, weight, ends, tensors, layer_id, *ctx.options, needs
     gradients = iter(torch.ops.hf_mxfp4.quantized_linear_backward(*arguments))
-    return *(next(gradients) if need else None for need in needs), *(None,) * 8
+    of_tensors = [next(gradients) if need else None for need in needs]
+    return *of_tensors, *[None] * _WITHOUT_GRADIENT
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)

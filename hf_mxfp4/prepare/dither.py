@@ -236,25 +236,29 @@ def _places(
 ) -> torch.Tensor:
     """Return random places (int32 ``[N, K]``) that keep codes and scales.
 
+    Where a place changes a code, it is drawn again, in the second half of the attempts ever nearer to the number.
+    Groups that still change stay as they are.
+
     Args:
         weight: groups of ``height`` rows that are quantized together.
         seed, rows: what the places are drawn from: see [`hf_mxfp4.numerics.counted_uniform`].
     """
     wanted = _quantized(weight, scheme, backend)
     places = _draw(weight, dtype, seed, 0, rows)
-    active = torch.arange(len(weight), device=weight.device)
+    unsettled = torch.arange(len(weight), device=weight.device)  # rows
     for attempt in range(_ATTEMPTS):
-        rows_left = weight[active]
-        tried = places[active]
-        changed = _differences(_rows_of(wanted, active), _quantized(_at(rows_left, tried), scheme, backend))
-        differs = changed.any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
-        if not differs.any():
+        numbers = weight[unsettled]
+        tried = places[unsettled]
+        found = _quantized(_at(numbers, tried), scheme, backend)
+        code_changed = _differences(_rows_of(wanted, unsettled), found)
+        group_changed = code_changed.any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
+        if not group_changed.any():
             return places
-        other = _draw(rows_left, dtype, seed, attempt + 1, rows[active])
+        other = _draw(numbers, dtype, seed, attempt + 1, rows[unsettled])
         nearer = max(0, attempt - _ATTEMPTS // 2)
-        places[active] = torch.where(changed, other.sign() * (other.abs() >> nearer), tried)
-        active = active[differs]
-    places[active] = 0
+        places[unsettled] = torch.where(code_changed, other.sign() * (other.abs() >> nearer), tried)
+        unsettled = unsettled[group_changed]
+    places[unsettled] = 0
     return places
 
 
