@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy of a run: what it starts from, how that is prepared and loaded, and loaded again once it is saved."""
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ from peft import PeftModel
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.integrations import deepspeed
 from trl import get_peft_config
 from trl.data_utils import maybe_apply_chat_template
 
@@ -261,7 +263,8 @@ def prepare_weights(model: str, options: Options, task: Task | None, folder: Pat
             texts = TextOptions(text, recipe.text_field, _ROUNDED_ON, _LONGEST)
         change = functools.partial(_smooth_and_round, scheme=scheme)
         device = "cpu" if training.use_cpu else "auto"
-        done = rewrite_checkpoint(model, folder, texts, change, device=device, overwrite=True)
+        with _loading_alone():
+            done = rewrite_checkpoint(model, folder, texts, change, device=device, overwrite=True)
         write_json(record, {"asked": asked, "done": done})
     PartialState().wait_for_everyone()
     prepared = json.loads(record.read_text())
@@ -269,6 +272,18 @@ def prepare_weights(model: str, options: Options, task: Task | None, folder: Pat
         raise ValueError(f"{folder} was prepared with {prepared['asked']}; resume with the same options")
     tell("prepared", f"{prepared['done']}; in {folder}")
     return prepared["done"]
+
+
+@contextlib.contextmanager
+def _loading_alone() -> Iterator[None]:
+    """Within it one process loads a model by itself. Under ZeRO-3, `from_pretrained` waits for all otherwise."""
+    known = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if known is not None:
+            deepspeed.set_hf_deepspeed_config(known())
 
 
 def _smooth_and_round(model: PreTrainedModel, batches: Sequence[torch.Tensor] | None, scheme: MXFP4RLConfig) -> str:
