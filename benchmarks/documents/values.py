@@ -40,7 +40,9 @@ def _distillation(cell: str, grid: str) -> str:
     students, with the lowest and the highest after it."""
     students = [run["distilled"] for run in runs_of(cell, grid)]
     before, after = ([student[name] for student in students] for name in ("kl_before", "kl_after"))
-    return f"{fmean(before):.3f} to {fmean(after):.3f} ({min(after):.3f} to {max(after):.3f}, {len(students)} students)"
+    return (
+        f"{fmean(before):.3f} to {fmean(after):.3f} ({min(after):.3f} to {max(after):.3f} in {len(students)} students)"
+    )
 
 
 def _range(file: str, value: Callable[[dict], float], form: str = ".0f") -> str:
@@ -83,6 +85,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gptq_end": lambda: _minus("bf16", "bf16_then_gptq"),
     "sampled_end": lambda: _minus("bf16", "bf16_sampled_w4a8"),
     "distilled_end": lambda: _minus("bf16", "w4a8_distilled"),
+    "paper_smoothed_end": lambda: _minus("bf16", "paper_a_smoothed"),
     "distilled_declared": lambda: _minus("bf16", "w4a8_distilled", most_seeds=12),
     "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
     "steps_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_steps"),
@@ -96,6 +99,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gemma_distillation": lambda: _distillation("w4a8_distilled", "recovery_gemma"),
     "lora_end": lambda: _minus("bf16_lora", "w4a8_lora"),
     "lora_gptq_end": lambda: _minus("bf16_lora", "w4a8_lora_gptq"),
+    "lora_smoothed_end": lambda: _minus("bf16_lora", "w4a8_lora_smoothed"),
     "lora_w4a16_end": lambda: _minus("bf16_lora", "w4a16_lora"),
     "lora_w4a16_gptq_end": lambda: _minus("bf16_lora", "w4a16_lora_gptq"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
