@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -134,6 +135,16 @@ def source_commit() -> str:
         return subprocess.run(words, cwd=root, capture_output=True, text=True).stdout.strip()
     except OSError:  # git is not installed
         return ""
+
+
+def layers_text(facts: Mapping[str, Any]) -> str:
+    """Return how many layers are quantized, of a summary or a result, as ``14 (1 left in full precision), ...``."""
+    text = str(facts["n_quantized"])
+    if facts["n_quantized"] and facts["n_skipped"] is not None:
+        text += f" ({facts['n_skipped']} left in full precision)"
+    if facts["weight_sqnr_db"] is not None:
+        text += f", weight SQNR {facts['weight_sqnr_db']:.1f} dB"
+    return text
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ from hf_mxfp4.lab.evaluation.intervals import (
     pass_at_k,
     wilson,
 )
-from hf_mxfp4.recipes.common.reporting import print_table
+from hf_mxfp4.recipes.common.reporting import layers_text, print_table
 
 from .arguments import EvaluationArguments
 from .generate import Completion
@@ -94,12 +94,7 @@ def show(result: Mapping[str, Any]) -> None:
     model = result["model"]
     if result["adapter_on"]:
         model += f" on {result['adapter_on']}"
-    layers = str(result["n_quantized"])
-    if result["n_skipped"] is not None:
-        layers += f" ({result['n_skipped']} left in full precision)"
-    if result["weight_sqnr_db"] is not None:
-        layers += f", weight SQNR {result['weight_sqnr_db']:.1f} dB"
-    rows = {"model": model, "computed in": result["computed_in"], "quantized layers": layers}
+    rows = {"model": model, "computed in": result["computed_in"], "quantized layers": layers_text(result)}
     for score, measures in result["scores"].items():
         for measure, estimate in measures.items():
             basis = f"{estimate['confidence']:.0%} {estimate['method']}, n = {estimate['n']}"

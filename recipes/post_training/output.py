@@ -20,7 +20,7 @@ from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.recipes.common.folders import LOCK, locked
 from hf_mxfp4.recipes.common.options import load_yaml
-from hf_mxfp4.recipes.common.reporting import TrainingBar, full_disk_as_message, print_table, tell
+from hf_mxfp4.recipes.common.reporting import TrainingBar, full_disk_as_message, layers_text, print_table, tell
 from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
 from hf_mxfp4.recipes.post_training.arguments import Options
 from hf_mxfp4.recipes.tasks import Task
@@ -151,49 +151,28 @@ def write_results(
         if trainer.run_log is not None:
             run_report.write(output)  # with the evaluation
 
-    # A run that trained nothing, or that is in full precision, lacks some of what a summary has.
-    accuracies_before = None
-    standard_errors_before = None
-    if before is not None:
-        accuracies_before = before.accuracies
-        standard_errors_before = before.standard_errors
-    scheme = "full precision"
-    n_skipped = None
-    weight_sqnr_db = None
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
-    if report is not None:
-        scheme = report.scheme
-        n_skipped = report.n_skipped
-        weight_sqnr_db = report.sqnr_db
-    run_report_path = None
-    if run_report.path is not None:
-        run_report_path = str(run_report.path)
-    saved_path = None
-    is_adapter = False
-    if saved is not None:
-        saved_path = str(saved)
-        is_adapter = (saved / "adapter_config.json").is_file()
-
+    is_adapter = saved is not None and (saved / "adapter_config.json").is_file()
     summary = {
         "task": task.name,
         "model": model,
-        "scheme": scheme,
+        "scheme": report.scheme if report else "full precision",
         "seed": trainer.args.seed,
         "learning_rate": trainer.args.learning_rate,
         "steps": trainer.state.global_step,
         "n_test": len(task.test),
-        "accuracy_before": accuracies_before,
+        "accuracy_before": before.accuracies if before else None,
         "accuracy_after": after.accuracies,
-        "standard_error_before": standard_errors_before,
+        "standard_error_before": before.standard_errors if before else None,
         "standard_error_after": after.standard_errors,
         "entropy_alarms": trainer.entropy_callback.alarms,
         "n_quantized": trainer.n_quantized,
-        "n_skipped": n_skipped,
-        "weight_sqnr_db": weight_sqnr_db,
-        "saved": saved_path,
+        "n_skipped": report.n_skipped if report else None,
+        "weight_sqnr_db": report.sqnr_db if report else None,
+        "saved": str(saved) if saved else None,
         "adapter": is_adapter,
         "plot": plot,
-        "run_report": run_report_path,
+        "run_report": str(run_report.path) if run_report.path else None,
         "reloaded": None,
     }
     if saved is not None:
@@ -216,12 +195,7 @@ def print_summary(summary: dict[str, Any]) -> None:
             remark = f"{after - before:+.3f}"
         rows[f"{name}, greedy, after RL"] = f"{share_text(after, n_test)}  ({remark})"
     rows["alarms of entropy"] = str(len(summary["entropy_alarms"]))
-    layers = str(summary["n_quantized"])
-    if summary["n_quantized"]:
-        layers += f" ({summary['n_skipped']} left in full precision)"
-    if summary["weight_sqnr_db"] is not None:
-        layers += f", weight SQNR {summary['weight_sqnr_db']:.1f} dB"
-    rows["quantized layers"] = layers
+    rows["quantized layers"] = layers_text(summary)
     if summary["saved"]:
         kind = "adapter alone" if summary["adapter"] else "master weights"
         rows["size on disk"] = f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})"

@@ -55,23 +55,36 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
         _set(config, given)
         _target_whole_experts(config, {name: experts[name] for name in named}, model, len(named) == len(experts))
     elif isinstance(targets, str):
-        is_packed = any(isinstance(layer, PACKED) for layer in experts.values())
-        is_all_linear = targets.lower() == "all-linear" and is_packed and not config.inference_mode
-        names_no_expert = set(config.target_parameters or ()) == set(given["target_parameters"] or ())
-        if is_all_linear or names_no_expert:
-            _set(config, given)  # PEFT replaces a pattern by the ends of names, which can match more
+        _keep_pattern(config, given, experts)
     else:
-        # Put back the names of linear layers. Those whose weight is a target parameter have their adapter there.
-        linears = []
-        for name in _names_of(model, is_linear):
-            if not any(_names_any(target, [f"{name}.weight"]) for target in config.target_parameters or ()):
-                linears.append(name)
-        put_back = {target for target in targets if _names_any(target, linears)}
-        config.target_modules = put_back.union(config.target_modules)
-        if config.use_rslora:
-            # PEFT doubles alpha with the rank, but rank-stabilized scaling divides by the square root of the rank.
-            for pattern in set(config.alpha_pattern) - set(given["alpha_pattern"] or ()):
-                config.alpha_pattern[pattern] /= math.sqrt(config.rank_pattern[pattern] / config.r)
+        _put_back_linears(config, given, model)
+
+
+def _keep_pattern(
+    config: LoraConfig, given: dict[str, Any], experts: dict[str, MXFP4Experts | MXFP4PackedExperts]
+) -> None:
+    """Undo PEFT's conversion of a pattern that names no expert: it becomes the ends of names, which can match more. So
+    does ``"all-linear"``, which means linear layers alone where experts are packed."""
+    is_packed = any(isinstance(layer, PACKED) for layer in experts.values())
+    is_all_linear = given["target_modules"].lower() == "all-linear" and is_packed and not config.inference_mode
+    names_no_expert = set(config.target_parameters or ()) == set(given["target_parameters"] or ())
+    if is_all_linear or names_no_expert:
+        _set(config, given)
+
+
+def _put_back_linears(config: LoraConfig, given: dict[str, Any], model: nn.Module) -> None:
+    """Put back the names of linear layers that PEFT took for those of experts. Layers whose weight is a target
+    parameter have their adapter there."""
+    linears = []
+    for name in _names_of(model, is_linear):
+        if not any(_names_any(target, [f"{name}.weight"]) for target in config.target_parameters or ()):
+            linears.append(name)
+    put_back = {target for target in given["target_modules"] if _names_any(target, linears)}
+    config.target_modules = put_back.union(config.target_modules)
+    if config.use_rslora:
+        # PEFT doubles alpha with the rank, but rank-stabilized scaling divides by the square root of the rank.
+        for pattern in set(config.alpha_pattern) - set(given["alpha_pattern"] or ()):
+            config.alpha_pattern[pattern] /= math.sqrt(config.rank_pattern[pattern] / config.r)
 
 
 def _set(config: LoraConfig, given: dict[str, Any]) -> None:
