@@ -185,7 +185,14 @@ def _smooths_before_packing(stored: Stored, options: Options) -> bool:
     loaded. Others are smoothed in memory, once all are loaded."""
     scheme = options.quantization
     is_plain = stored.adapter is None and stored.quantization is None
-    return is_plain and not options.recipe.full_precision and scheme.mode == "packed" and scheme.smooth
+    if not is_plain or options.recipe.full_precision or scheme.mode != "packed" or not scheme.smooth:
+        return False
+    if options.training.trust_remote_code:
+        tell(
+            "not smoothed", "a model with code of its own; smooth it first, and name what comes out (docs/smoothing.md)"
+        )
+        return False
+    return True
 
 
 def usual_learning_rate(policy: nn.Module, options: Options) -> float:
