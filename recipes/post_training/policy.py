@@ -188,9 +188,7 @@ def _smooths_before_packing(stored: Stored, options: Options) -> bool:
     if not is_plain or options.recipe.full_precision or scheme.mode != "packed" or not scheme.smooth:
         return False
     if options.training.trust_remote_code:
-        tell(
-            "not smoothed", "a model with code of its own; smooth it first, and name what comes out (docs/smoothing.md)"
-        )
+        tell("not smoothed", "a model with code of its own (trust_remote_code) is packed as it is")
         return False
     return True
 
