@@ -103,7 +103,8 @@ def test_cells_of_two_points_have_dithered_masters_and_their_schemes():
     lora = {name: of_cell for name, of_cell in options.items() if "_lora" in name}
     assert all(of_cell.model == options["bf16_lora"].model for of_cell in lora.values())
     smoothed = [name for name, of_cell in lora.items() if of_cell.quantization.smooth and name != "bf16_lora"]
-    assert smoothed == ["w4a8_lora_smoothed", "w4a8_lora_gptq", "w4a16_lora", "w4a16_lora_gptq"]
+    of_w4a16 = ["w4a16_lora", "w4a16_lora_gptq", "w4a16_lora_distilled"]
+    assert smoothed == ["w4a8_lora_smoothed", "w4a8_lora_gptq", *of_w4a16]
     assert options["w4a8_lora"].quantization == MXFP4RLConfig(mode="packed", preset="w4a8")
     assert options["w4a16_lora"].quantization == MXFP4RLConfig(mode="packed", preset="w4a16")
     assert [name for name, of_cell in lora.items() if of_cell.recipe.gptq] == ["w4a8_lora_gptq", "w4a16_lora_gptq"]
