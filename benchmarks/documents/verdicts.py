@@ -47,6 +47,10 @@ CLAIMS = (
     Claim("LoRA on packed W4A8, smoothed and GPTQ, reaches it", "w4a8_lora_gptq", "bf16_lora"),
     Claim("LoRA on packed W4A16, smoothed, reaches it", "w4a16_lora", "bf16_lora"),
     Claim("LoRA on packed W4A16, smoothed and GPTQ, reaches it", "w4a16_lora_gptq", "bf16_lora"),
+    Claim("LoRA on packed W4A16, smoothed and distilled, reaches it", "w4a16_lora_distilled", "bf16_lora"),
+    Claim("GPTQ improves LoRA on smoothed W4A16", "w4a16_lora_gptq", "w4a16_lora", reaches=False),
+    Claim("Distillation improves LoRA on smoothed W4A16", "w4a16_lora_distilled", "w4a16_lora", reaches=False),
+    Claim("Smoothing improves LoRA on packed W4A8", "w4a8_lora_smoothed", "w4a8_lora", reaches=False),
 )
 
 
