@@ -15,17 +15,23 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Claim:
-    """That the accuracy after RL of one cell is above another cell's, or reaches it: ends less than `MARGIN` below."""
+    """That the accuracy after RL of one cell of a grid is above another cell's, or reaches it: ends less than `MARGIN`
+    below."""
 
     text: str
     cell: str
     other: str
     reaches: bool = True
+    grid: str = "recovery_two_points"
 
 
 CLAIMS = (
     Claim("W4A8, smoothed, reaches BF16", "w4a8_smoothed", "bf16"),
+    Claim("The same with longer answers", "w4a8_smoothed", "bf16", grid="recovery_steps"),
+    Claim("The same on Gemma 3 270M", "w4a8_smoothed", "bf16", grid="recovery_gemma"),
     Claim("W4A8, smoothed and distilled, reaches BF16", "w4a8_distilled", "bf16"),
+    Claim("The same with longer answers", "w4a8_distilled", "bf16", grid="recovery_steps"),
+    Claim("The same on Gemma 3 270M", "w4a8_distilled", "bf16", grid="recovery_gemma"),
     Claim("BF16, then W4A8 by smoothing and GPTQ, reaches BF16", "bf16_then_gptq", "bf16"),
     Claim("W4A4 with residuals, 8.56 bits, reaches BF16", "w4a4_residuals", "bf16"),
     Claim("W4A4 distilled for H64 reaches BF16", "w4a4_h64_distilled", "bf16"),
@@ -59,7 +65,7 @@ def verdicts() -> str:
     curve, and of how many runs they are."""
     rows = []
     for claim in CLAIMS:
-        runs, others = (runs_of(cell) for cell in (claim.cell, claim.other))
+        runs, others = (runs_of(cell, claim.grid) for cell in (claim.cell, claim.other))
         row = [claim.text]
         for end in ENDS:
             row += _judged(claim, *([run[end] for run in found] for found in (runs, others)))
