@@ -120,7 +120,7 @@ $(TOOLS_VENV)/ready: .ci/tools.txt constraints.txt
 	@touch $@
 
 $(VENV)/runtime: $(INPUTS)
-	@echo "installing torch, transformers, trl and the rest into $(VENV) (2.3 GB; a few minutes, and pip is silent)"
+	@echo "installing torch, transformers, trl and the rest into $(VENV) (2.4 GB; a few minutes, and pip is silent)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[report]'
 	@touch $@
