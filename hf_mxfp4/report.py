@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from .config import MXFP4RLConfig
-from .layers import QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
+from .layers import (
+    QUANTIZED,
+    MXFP4Experts,
+    MXFP4Linear,
+    MXFP4PackedExperts,
+    MXFP4PackedLinear,
+    n_elements,
+    trainable_matrices,
+)
 from .model.layer_names import READS_WEIGHT
 from .numerics import FULL, ErrorEnergy
 from .ops import weight_values
@@ -158,8 +166,7 @@ def count_weights(model: nn.Module) -> tuple[int, int | None]:
                 tensors += module.packed_weight(projection)
     if not tensors:
         return n_weights, None
-    # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
-    n_bytes = sum(getattr(tensor, "ds_numel", tensor.numel()) for tensor in tensors if tensor is not None)
+    n_bytes = sum(n_elements(tensor) for tensor in tensors if tensor is not None)
     return n_weights, n_bytes
 
 

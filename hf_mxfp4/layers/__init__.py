@@ -14,6 +14,7 @@ from .model import (
     is_full_precision,
     joined_layers,
     matrix_names,
+    n_elements,
     random_layers,
     set_quantization_step,
     trainable_matrices,

@@ -215,6 +215,11 @@ def set_quantization_step(model: nn.Module, step: int) -> int:
     return len(layers)
 
 
+def n_elements(parameter: torch.Tensor) -> int:
+    """Return how many numbers a parameter has. Under ZeRO-3 the shape of one that is sharded away is empty."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 @contextlib.contextmanager
 def gathered(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Tensor]:
     """Yield all of a parameter's values, detached, to be read within the context: gathered from all processes under

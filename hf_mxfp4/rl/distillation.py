@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .._logging import get_logger
 from ..given import given_column, given_tokens
-from ..layers import TRAINABLE, cached_weights
+from ..layers import TRAINABLE, cached_weights, n_elements
 from ..utils import described_options, evaluation_mode, option, replaced_method
 from .config import check_adapter, check_policy, check_scheme, count_quantized
 from .step_quantization import QuantizedTrainerMixin, StepQuantization
@@ -278,9 +278,7 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
         for layer in layers:
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(True)
-    # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    return sum(n_elements(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _tokens_of(

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from ..._logging import get_logger
+from ...layers import n_elements
 from ...report import uncounted_weights
 from ...utils import machine, package_versions
 from ..run_log import RUN_LOG, RunLog
@@ -109,7 +110,7 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
         "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
         "architecture": type(model).__name__,
         "parameters": count_parameters(model),
-        "trained_parameters": sum(_size(p) for p in model.parameters() if p.requires_grad),
+        "trained_parameters": sum(n_elements(p) for p in model.parameters() if p.requires_grad),
         "scheme": scheme,
         "n_quantized": trainer.n_quantized,
         "n_skipped": n_skipped,
@@ -130,12 +131,7 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters; of packed weights, of the weights that their bytes stand for."""
-    return sum(_size(parameter) for parameter in model.parameters()) + uncounted_weights(model)
-
-
-def _size(parameter: nn.Parameter) -> int:
-    # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
-    return getattr(parameter, "ds_numel", parameter.numel())
+    return sum(n_elements(parameter) for parameter in model.parameters()) + uncounted_weights(model)
 
 
 def _changed(args: Any, options: dict[str, Any]) -> list[str]:
