@@ -14,10 +14,14 @@ from .runs import runs_at_the_best_rate, runs_of
 _LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
 
 
-def _minus(other: str, cell: str, key: str = "value", grid: str = "recovery_two_points", most_seeds: int = 1000) -> str:
-    """Return accuracy points of a cell minus another's, with the 95 % interval and the number of runs, of seeds below
-    ``most_seeds``."""
-    values, others = ([run[key] for run in runs_of(name, grid) if run["seed"] < most_seeds] for name in (cell, other))
+def _minus(
+    other: str, cell: str, key: str = "value", grid: str = "recovery_two_points", seeds: range | None = None
+) -> str:
+    """Return accuracy points of a cell minus another's, with the 95 % interval and the number of runs, of all seeds or
+    of these."""
+    values, others = (
+        [run[key] for run in runs_of(name, grid) if seeds is None or run["seed"] in seeds] for name in (cell, other)
+    )
     counted = "1 run" if len(values) == 1 else f"{len(values)} runs"
     return f"{with_interval(welch_interval(others, values), 100, 1, alone='')} ({counted})"
 
@@ -86,7 +90,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "sampled_end": lambda: _minus("bf16", "bf16_sampled_w4a8"),
     "distilled_end": lambda: _minus("bf16", "w4a8_distilled"),
     "paper_smoothed_end": lambda: _minus("bf16", "paper_a_smoothed"),
-    "distilled_declared": lambda: _minus("bf16", "w4a8_distilled", most_seeds=12),
+    "distilled_declared": lambda: _minus("bf16", "w4a8_distilled", seeds=range(12)),
     "distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve"),
     "steps_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_steps"),
     "steps_curve": lambda: _minus("bf16", "w4a8_smoothed", "mean_of_curve", "recovery_steps"),
