@@ -7,8 +7,8 @@ Runs `grpo.py` for every cell and seed in a process and a folder of its own, and
 run) and `table.md`. A grid that was stopped continues: finished runs are kept, a killed one is started again. A run
 that fails is reported, and the others continue; the exit code is then 1. `--only` and `--seeds` run parts of a grid.
 
-Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it a few
-steps of a small model and a folder: `--max_steps 3 --study '{n_train: 64}' --evaluate_n 8 --evaluate_every 1
+Options of `grpo.py` take the place of those in the file, of all cells. To try a grid before it is started, give it a
+few steps of a small model and a folder: `--max_steps 3 --study '{n_train: 64}' --evaluate_n 8 --evaluate_every 1
 --model_name_or_path SMALL --out DIR`.
 """
 

@@ -56,6 +56,7 @@ class Grid:
         reference: the cell that the others are compared with.
         start: the checkpoint that runs begin from.
         shared: options that all cells have in common.
+        options: those of the command line, in place of both.
         launcher: words before `grpo.py`.
         mean_of_last: a run's accuracy is the mean of so many of its last greedy evaluations while it trained; for 1,
             that of the evaluation after it.
@@ -68,6 +69,7 @@ class Grid:
     reference: str
     start: str
     shared: Mapping[str, Any]
+    options: Mapping[str, Any]
     launcher: Sequence[str]
     cells: Sequence[Cell]
     mean_of_last: int = 1
@@ -111,10 +113,9 @@ class Run:
             "overwrite": True,
             "study": {"evaluate_before": evaluate_before, "reload_check": 0},
         }
-        config: dict[str, Any] = {}
-        for options in (usual, shared, self.cell.options, managed):
-            config = merge_options(config, options)
-        return config
+        config = merge_options(merge_options(usual, shared), self.cell.options)
+        config, _ = reset_scheme(config, self.grid.options)
+        return merge_options(merge_options(config, self.grid.options), managed)
 
     def parse(self) -> Options:
         """Parse the configuration as `grpo.py` will, on this machine. Raises `ValueError` for what it refuses."""
@@ -140,7 +141,7 @@ def read_grid(
 
     Args:
         output, seeds, only, launcher: in place of what the file says; ``only`` names cells.
-        options: of `grpo.py`, in place of those that the cells share; `model_name_or_path` replaces the base.
+        options: of `grpo.py`, in place of those of the file and of its cells; `model_name_or_path` replaces the base.
 
     Raises `ValueError` for an option that does not exist or has the wrong form, or a cell that is not in the file.
     """
@@ -159,8 +160,6 @@ def read_grid(
     shared: dict[str, Any] = {}
     for section in ("task", "evaluation", "train"):
         shared = merge_options(shared, _check_options(content.get(section), section))
-    shared, _ = reset_scheme(shared, options)
-    shared = merge_options(shared, _check_options(options, "the command line"))
     seeds = content["seeds"] if seeds is None else seeds
     if not seeds or len(set(seeds)) != len(seeds) or not all(isinstance(seed, int) for seed in seeds):
         raise ValueError(f"seeds={list(seeds)} must be distinct whole numbers, at least one")
@@ -175,6 +174,7 @@ def read_grid(
         reference=content.get("reference", "bf16"),
         start=start,
         shared=shared,
+        options=_check_options(options, "the command line"),
         launcher=launcher.split(),
         cells=_cells(content, only),
         mean_of_last=content.get("mean_of_last", 1),

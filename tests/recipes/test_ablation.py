@@ -168,9 +168,14 @@ def test_options_for_all_cells_and_another_start(tmp_path):
     configs = {run.cell.name: run.config for run in grid.runs}
     assert configs["mxfp4"]["max_steps"] == configs["mbs"]["max_steps"] == 2
     assert configs["mxfp4"]["model_name_or_path"] == "small"
-    # A cell keeps its own.
-    assert str(configs["mxfp4"]["macro_block"]) == "64"
-    assert configs["mbs"]["macro_block"] == 128
+    # In place of a cell's own, too: rates are tuned so.
+    assert str(configs["mxfp4"]["macro_block"]) == str(configs["mbs"]["macro_block"]) == "64"
+
+
+def test_a_preset_for_all_cells_is_exactly_that_preset(tmp_path):
+    grid = read_grid(write(tmp_path / "grid.yaml"), options={"preset": "w4a8"}, only=["mbs"], seeds=[0])
+    (run,) = grid.runs
+    assert run.parse().quantization == MXFP4RLConfig(preset="w4a8")
 
 
 def test_a_cell_may_start_from_another_checkpoint(tmp_path):
