@@ -221,7 +221,7 @@ def compiled_step(is_packed: bool) -> tuple[list[float], dict[str, int]]:
 
 @torch.no_grad()
 def main() -> None:
-    """Measure calls in turns, then compiled steps, print medians and counts, and write records."""
+    """Measure calls in turns, then compiled steps, print medians and counts, and write records with quartiles."""
     options = option_parser(__doc__, "host_time").parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -261,6 +261,7 @@ def main() -> None:
             "baseline": round(statistics.median(baseline), 2),
             "ratio": None if ratio is None else round(ratio, 2),
             "ceiling_fraction": None,
+            "quartiles": [round(quartile, 2) for quartile in statistics.quantiles(found, n=4)],
         }
         records.append({**record, **counts[name], **common})
         print(f"{name}: {record['value']:.1f} us, {counts[name]}", flush=True)

@@ -4,7 +4,7 @@
     python -m benchmarks.loading --model SmolLM2-135M-Instruct
 
 Each way is in a new process on two threads, which loads the model twice: the first load has imports of its own, the
-second has none. The four ways take turns; a record has the median of the rounds.
+second has none. The four ways take turns; a record has the median of the rounds, and all of them.
 """
 
 import json
@@ -73,6 +73,7 @@ def main() -> None:
                 "baseline": statistics.median(seconds["neither"]),
                 "ratio": median_ratio(times, seconds["neither"]),
                 "ceiling_fraction": None,
+                "samples": times,
             }
             records.append({**record, **common})
             print(f"{record['name']}: {record['value']:.2f} s, {record['ratio']:.2f}", flush=True)

@@ -114,8 +114,9 @@ def host_time() -> str:
 
 
 def _counts(record: dict) -> str:
-    """Return microseconds and counts of a record."""
-    parts = [f"{record['value']:.0f} us"]
+    """Return microseconds, with their quartiles, and counts of a record."""
+    low, _, high = record["quartiles"]
+    parts = [f"{record['value']:.0f} us ({low:.0f} to {high:.0f})"]
     for name in ("frames", "launches", "graph_inputs", "guards"):
         if name in record:
             parts.append(f"{record[name]} {name.replace('_', ' ')}")

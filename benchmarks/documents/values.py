@@ -11,9 +11,6 @@ from ..records import records
 from .runs import runs_at_the_best_rate, runs_of
 
 
-_LOADS = tuple(f"SmolLM2-135M-Instruct / first load / {what}" for what in ("neither", "dithered and smoothed"))
-
-
 def _minus(
     other: str, cell: str, key: str = "value", grid: str = "recovery_two_points", seeds: range | None = None
 ) -> str:
@@ -73,13 +70,40 @@ def _loss_above(arm: str, other: str) -> str:
     return f"{with_interval(t_interval(differences), 1, 3)} ({len(both)} seeds)"
 
 
-def _seconds_of_runs(*cells: str) -> str:
-    """Return the median time of RL runs on an H100 by cell."""
-    medians = []
-    for cell in cells:
-        taken = [record["seconds"] for record in runs_at_the_best_rate() if record["cell"] == cell]
-        medians.append(f"{median(taken):.0f} s")
-    return " and ".join(medians)
+def _median_and_range(seconds: list[float], form: str = ".0f") -> str:
+    """Return the median of times, with the lowest and the highest."""
+    return f"{median(seconds):{form}} s ({min(seconds):{form}} to {max(seconds):{form}})"
+
+
+def _seconds_of_runs(cell: str) -> str:
+    """Return the time of RL runs of a cell on an H100."""
+    return _median_and_range([record["seconds"] for record in runs_at_the_best_rate() if record["cell"] == cell])
+
+
+def _seconds_of_loads(way: str) -> str:
+    """Return the time in which a process loads SmolLM2 for the first time."""
+    name = f"SmolLM2-135M-Instruct / first load / {way}"
+    (samples,) = (record["samples"] for record in records("loading") if record["name"] == name)
+    return _median_and_range(samples, ".1f")
+
+
+def _bf16_timings(file: str, name: str) -> list[float]:
+    """Return the seconds of BF16 in every record of the shape of this one: it was timed anew for each scheme."""
+    (shape,) = (record["shape"] for record in records(file) if record["name"] == name)
+    return [record["peers"]["BF16"]["seconds"] for record in records(file) if record["shape"] == shape]
+
+
+def _speed(file: str, name: str) -> str:
+    """Return the speed of a layer over that of BF16, by the slowest and the fastest timing of BF16."""
+    timings = _bf16_timings(file, name)
+    (ours,) = (record["seconds"] for record in records(file) if record["name"] == name)
+    return f"{min(timings) / ours:.2f} to {max(timings) / ours:.2f}"
+
+
+def _spread_of_bf16(file: str, name: str) -> str:
+    """Return the lowest and the highest of the timings of BF16."""
+    timings = _bf16_timings(file, name)
+    return f"{1e3 * min(timings):.1f} to {1e3 * max(timings):.1f} ms in {len(timings)} timings"
 
 
 #: By the names of markers.
@@ -110,20 +134,23 @@ VALUES: dict[str, Callable[[], str]] = {
     "lora_w4a16_gptq_end": lambda: _minus("bf16_lora", "w4a16_lora_gptq"),
     "noise_paper": lambda: _effect_of_noise("paper_a"),
     "noise_w4a8": lambda: _effect_of_noise("w4a8_smoothed"),
-    "gpu_forward": lambda: _number("gpu_forward", "ratio", ".2f", "forward / w4a8"),
-    "gpu_training": lambda: _number("gpu_linear", "ratio", ".2f", "linear / w4a8"),
-    "gpu_training_w4a8g8": lambda: _number("gpu_linear", "ratio", ".2f", "linear / w4a8g8"),
+    "gpu_bf16": lambda: _spread_of_bf16("gpu_linear", "linear / w4a8"),
+    "gpu_forward": lambda: _speed("gpu_forward", "forward / w4a8"),
+    "gpu_training": lambda: _speed("gpu_linear", "linear / w4a8"),
+    "gpu_training_w4a8g8": lambda: _speed("gpu_linear", "linear / w4a8g8"),
     "gpu_decoding": lambda: _range("gpu_decode", lambda record: record["ratio"], ".1f"),
     "gpu_host": lambda: _range("gpu_decode", lambda record: 1e6 * record["host"]),
     "gpu_host_bf16": lambda: _range("gpu_decode", lambda record: 1e6 * record["peers"]["BF16"]["host"]),
     "gpu_quantize": lambda: _range("gpu_quantize", lambda record: 100 * record["ceiling_fraction"]),
     "gpu_generate": lambda: _number("gpu_generate", "ratio", ".2f", "generate / packed w4a16"),
     "gpu_generate_static": lambda: _number("gpu_generate", "ratio", ".2f", "generate / packed w4a16, static cache"),
-    "loading": lambda: _number("loading", "value", ".1f", *_LOADS),
+    "loading_alone": lambda: _seconds_of_loads("neither"),
+    "loading": lambda: _seconds_of_loads("dithered and smoothed"),
     "sqnr": lambda: _number("tensor_cores", "weight_sqnr_db", ".1f", "even+mbs128-blockwise_fp8", "even"),
     "architectures_right": lambda: str(sum(record["outcome"] == "right" for record in records("architectures"))),
     # Both of one command and commit.
-    "rl_seconds": lambda: _seconds_of_runs("bf16_dithered", "w4a8"),
+    "rl_seconds_bf16": lambda: _seconds_of_runs("bf16_dithered"),
+    "rl_seconds": lambda: _seconds_of_runs("w4a8"),
     "pretrain_backward": lambda: _loss_above("all", "fprop"),
     "pretrain_ours": lambda: _loss_above("ours", "all"),
 }
