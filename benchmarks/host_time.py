@@ -2,7 +2,6 @@
 """What the host does in front of the kernels of packed layers: Python frames, launches, guards and microseconds.
 
     python -m benchmarks.host_time
-    python -m benchmarks.other_version FOLDER host_time     # of another checkout of the package
 
 No GPU is needed, and none is measured: tensors are on the CPU, layers multiply as on an H100, and Triton compiles the
 kernel and binds its arguments, but what would launch it does nothing. The plain layer is `nn.Linear(8, 8)`, whose
@@ -36,7 +35,7 @@ from hf_mxfp4.ops import quantization
 from mxfp4_kernels.decode import product
 from tests.compiled_launches import without_machine_code
 
-from .records import made, median_ratio, option_parser, recorded, write
+from .records import made, median_ratio, option_parser, write
 
 
 ROUNDS = 201
@@ -250,7 +249,7 @@ def main() -> None:
     baseline, *_ = times.values()
     packages = ("torch", "triton", "transformers")
     common = made("python -m benchmarks.host_time", packages)
-    records = [record for record in recorded(options.out) if record["commit"] != common["commit"]]
+    records = []
     for name, found in times.items():
         ratio = median_ratio(found, baseline) if len(found) == len(baseline) else None
         record = {

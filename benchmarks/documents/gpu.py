@@ -104,20 +104,16 @@ def training_modelled() -> str:
 
 
 def host_time() -> str:
-    """Return what the host does for packed layers, a column for each version."""
-    found: dict[str, dict[str, dict]] = {}
-    for record in records("host_time"):
-        found.setdefault(record["name"].removeprefix("host_time / "), {})[record["commit"]] = record
-    commits = list(dict.fromkeys(commit for versions in found.values() for commit in versions))
-    rows = [[name, *(_counts(versions[commit]) for commit in commits)] for name, versions in found.items()]
-    return table(["", *commits], rows)
+    """Return what the host does for packed layers."""
+    rows = [[record["name"].removeprefix("host_time / "), *_host(record)] for record in records("host_time")]
+    return table(["", "median (quartiles)", "counted"], rows)
 
 
-def _counts(record: dict) -> str:
-    """Return microseconds, with their quartiles, and counts of a record."""
+def _host(record: dict) -> tuple[str, str]:
+    """Return microseconds, with their quartiles, and the counts of a record."""
     low, _, high = record["quartiles"]
-    parts = [f"{record['value']:.0f} us ({low:.0f} to {high:.0f})"]
+    counts = []
     for name in ("frames", "launches", "graph_inputs", "guards"):
         if name in record:
-            parts.append(f"{record[name]} {name.replace('_', ' ')}")
-    return ", ".join(parts)
+            counts.append(f"{record[name]} {name.replace('_', ' ')}")
+    return f"{record['value']:.0f} us ({low:.0f} to {high:.0f})", ", ".join(counts)

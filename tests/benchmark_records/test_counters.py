@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counters of bytes, on tensors that one can count by hand, and of launches."""
 
-import pytest
 import torch
 from tiny_models import make_model
 from torch import nn
 
-from benchmarks import host_time, other_version
+from benchmarks import host_time
 from benchmarks.counters import LiveTensors, SavedTensors, state_bytes
 
 
@@ -66,15 +65,6 @@ def test_a_packed_decoder_layer_is_four_launches():
         counts = host_time.counted(host_time.stack(is_packed=True, layers=1))
     assert counts["launches"] == 4
     assert counts["frames"] < 300
-
-
-def test_a_benchmark_runs_with_the_package_of_another_checkout(tmp_path, monkeypatch):
-    (tmp_path / "hf_mxfp4").mkdir()
-    (tmp_path / "hf_mxfp4" / "__init__.py").write_text("raise SystemExit(7)")
-    monkeypatch.setattr("sys.argv", ["other_version", str(tmp_path), "packages"])
-    with pytest.raises(SystemExit) as ended:
-        other_version.main()
-    assert ended.value.code == 7
 
 
 @torch.no_grad()
