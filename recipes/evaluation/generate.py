@@ -2,10 +2,10 @@
 """Completions of a task's test split by a policy: made in batches by all processes, and scored."""
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -212,24 +212,10 @@ class Evaluation:
     completions: list[str]
     correct: dict[str, list[bool]]
 
-    def accuracy(self, score: str) -> float:
-        """Return the share of correct completions, 0 to 1."""
-        return sum(self.correct[score]) / len(self.correct[score])
-
-    def standard_error(self, score: str) -> float:
-        """Return that of the accuracy, from the number of problems alone."""
-        p = self.accuracy(score)
-        return math.sqrt(p * (1 - p) / len(self.correct[score]))
-
     @property
     def accuracies(self) -> dict[str, float]:
-        """The accuracy by score."""
-        return {score: self.accuracy(score) for score in self.correct}
-
-    @property
-    def standard_errors(self) -> dict[str, float]:
-        """The standard error by score."""
-        return {score: self.standard_error(score) for score in self.correct}
+        """The share of correct completions by score, 0 to 1."""
+        return {score: fmean(correct) for score, correct in self.correct.items()}
 
 
 def evaluate_greedy(

@@ -60,17 +60,9 @@ class PolicyEvaluation:
             return self("evaluating before RL")
 
     def report(self, when: str, evaluation: Evaluation | None) -> None:
-        """Put the accuracy by each score into the run report, where there are both."""
-        if self.trainer.run_log is None or evaluation is None:
-            return
-        scores = {}
-        for name in evaluation.correct:
-            scores[name] = {
-                "accuracy": evaluation.accuracy(name),
-                "standard_error": evaluation.standard_error(name),
-                "n": len(evaluation.completions),
-            }
-        self.trainer.run_log.add_evaluation(when, self.trainer.state.global_step, scores)
+        """Put an evaluation into the run report, where there are both."""
+        if self.trainer.run_log is not None and evaluation is not None:
+            self.trainer.run_log.add_evaluation(when, self.trainer.state.global_step, evaluation.correct)
 
     def compare_reloaded(
         self, saved: Path, load_saved: Callable[[], PreTrainedModel], after: Evaluation

@@ -18,6 +18,7 @@ from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
+from hf_mxfp4.lab.evaluation.intervals import paired_share_difference
 from hf_mxfp4.recipes.common.folders import LOCK, locked
 from hf_mxfp4.recipes.common.options import load_yaml
 from hf_mxfp4.recipes.common.reporting import TrainingBar, full_disk_as_message, layers_text, print_table, tell
@@ -163,8 +164,7 @@ def write_results(
         "n_test": len(task.test),
         "accuracy_before": before.accuracies if before else None,
         "accuracy_after": after.accuracies,
-        "standard_error_before": before.standard_errors if before else None,
-        "standard_error_after": after.standard_errors,
+        "accuracy_change": _changes(before, after) if before else None,
         "entropy_alarms": trainer.entropy_callback.alarms,
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
@@ -183,17 +183,27 @@ def write_results(
     return summary
 
 
+def _changes(before: Evaluation, after: Evaluation) -> dict[str, dict[str, Any]]:
+    """Return by how much the accuracy by each score changed on the same problems, with intervals."""
+    changes = {}
+    for name, correct in after.correct.items():
+        change, _, _ = paired_share_difference(correct, before.correct[name])
+        changes[name] = change.to_dict()
+    return changes
+
+
 def print_summary(summary: dict[str, Any]) -> None:
     """Print the closing table, and paths below it, where they can be copied from a narrow terminal."""
     rows = {"model": summary["model"], "scheme": summary["scheme"]}
     n_test = summary["n_test"]
     for name, after in summary["accuracy_after"].items():
-        remark = f"95 %, n = {n_test}"
+        interval = f"(95 %, n = {n_test})"
         if summary["accuracy_before"]:
-            before = summary["accuracy_before"][name]
-            rows[f"{name}, greedy, before RL"] = f"{share_text(before, n_test)}  ({remark})"
-            remark = f"{after - before:+.3f}"
-        rows[f"{name}, greedy, after RL"] = f"{share_text(after, n_test)}  ({remark})"
+            rows[f"{name}, greedy, before RL"] = f"{share_text(summary['accuracy_before'][name], n_test)}  {interval}"
+        rows[f"{name}, greedy, after RL"] = f"{share_text(after, n_test)}  {interval}"
+        if summary["accuracy_change"]:
+            change = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**summary["accuracy_change"][name])
+            rows[f"{name}, greedy, change"] = f"{change}  {interval}"
     rows["alarms of entropy"] = str(len(summary["entropy_alarms"]))
     rows["quantized layers"] = layers_text(summary)
     if summary["saved"]:

@@ -28,22 +28,6 @@ def test_wilson_intervals_are_the_published_ones(correct, n, low, high):
 def test_none_of_few_problems_is_no_certainty():
     assert share_text(0.0, 8) == "0.000 [0.000, 0.324]"
     assert share_text(1.0, 8) == "1.000 [0.676, 1.000]"
-    low, high = intervals.difference_interval((0, 8), (0, 8))
-    assert (low, high) == pytest.approx((-0.3244, 0.3244), abs=5e-5)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "low", "high"),
-    [
-        # Newcombe (1998), table II, method 10, his differences with the sign turned.
-        ((48, 80), (56, 70), 0.0524, 0.3339),
-        ((3, 10), (9, 10), 0.1705, 0.8090),
-        ((0, 10), (10, 10), 0.6075, 1.0),
-        ((0, 20), (0, 10), -0.1611, 0.2775),
-    ],
-)
-def test_differences_are_the_published_ones(first, second, low, high):
-    assert intervals.difference_interval(first, second) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize("n", range(1, 7))

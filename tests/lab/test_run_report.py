@@ -91,7 +91,7 @@ def test_half_a_line_of_a_killed_process_costs_that_line_alone(tmp_path):
         ('{"kind": "log", "step": [3]}', 1),
         ('{"kind": "log", "step": 21, "loss": "x", "entropy": {}}', 0),
         ('{"kind": "gradient_gain", "step": 2}', 1),
-        ('{"kind": "evaluation", "step": 1, "when": "now", "scores": {"a": {"accuracy": 2, "n": 4}}}', 1),
+        ('{"kind": "evaluation", "step": 1, "when": "now", "scores": {"a": [2, 0]}}', 1),
         ('{"kind": "evaluation", "step": 1, "when": "now", "scores": []}', 1),
     ],
     ids=lambda value: str(value)[:40],
@@ -285,14 +285,24 @@ def test_a_run_that_ended_by_an_error(tmp_path):
     assert "by RewardError: reward <b> failed" in PageReader(render_run(record)).text
 
 
-@pytest.mark.parametrize(("after", "state"), [(0.5, "green"), (0.22, "amber"), (0.05, "red")])
-def test_accuracy_is_judged_against_its_interval(tmp_path, after, state):
+@pytest.mark.parametrize(
+    ("after", "state"),
+    [(200, "green"), (95, "green"), (82, "amber"), (65, "red"), (20, "red")],
+)
+def test_accuracy_is_judged_by_problems_that_changed(tmp_path, after, state):
+    """Of 400 problems 80 are solved before; independent ones would make 95 and 65 no difference."""
     log = write_log(tmp_path)
     # A run that is resumed when it had finished evaluates its start last.
-    for when, step, accuracy in (("after RL", 20, after), ("before RL", 0, 0.2)):
-        scores = {"exact": {"accuracy": accuracy, "standard_error": 0.02, "n": 400}}
-        log.write("evaluation", when=when, step=step, scores=scores)
+    for when, step, solved in (("after RL", 20, after), ("before RL", 0, 80)):
+        log.write("evaluation", when=when, step=step, scores={"exact": [1] * solved + [0] * (400 - solved)})
     assert states(read_run(tmp_path))["Accuracy"] == state
+
+
+def test_accuracies_on_other_problems_are_not_compared(tmp_path):
+    log = write_log(tmp_path)
+    for when, step, count in (("before RL", 0, 8), ("after RL", 20, 4)):
+        log.write("evaluation", when=when, step=step, scores={"exact": [1] * count})
+    assert states(read_run(tmp_path))["Accuracy"] == "none"
 
 
 def everything(step):
@@ -313,8 +323,7 @@ def test_every_chart_is_drawn_when_its_values_are_there(tmp_path):
     log = started(tmp_path, 3)
     for step in (1, 2, 3):
         log.write("log", **everything(step))
-    scores = {"exact": {"accuracy": 0.2, "standard_error": 0.02, "n": 400}}
-    log.write("evaluation", when="before RL", step=0, scores=scores)
+    log.write("evaluation", when="before RL", step=0, scores={"exact": [1, 0, 0, 0]})
     page = PageReader(render_run(read_run(tmp_path)))
     assert page.tags.count("img") == len(CHARTS)
     assert "Not measured" not in page.text

@@ -93,6 +93,10 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
         assert f"{accuracy} ({when} RL)" in report
     assert f"run report {folder / 'run_report.html'}\n" in table  # on one line, however long the path
     assert f"{accuracy}  (" in table
+    # On the same problems before and after.
+    change = summary["accuracy_change"]["exact_match"]
+    assert change["value"] == summary["accuracy_after"]["exact_match"] - summary["accuracy_before"]["exact_match"]
+    assert "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**change) in table
     assert "(95 %, n = 16)" in table
     for row in ("greedy, before RL", "greedy, after RL", "alarms of entropy", "quantized layers", "size on disk"):
         assert row in table

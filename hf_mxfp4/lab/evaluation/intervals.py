@@ -16,9 +16,6 @@ from ...utils import Z_975, wilson_interval
 
 
 CONFIDENCE = 0.95
-_RESAMPLES = 10_000
-#: Resamples whose indices are held in memory at a time.
-_CHUNK = 500
 
 
 @dataclass(frozen=True)
@@ -54,17 +51,6 @@ def wilson(correct: int, n: int) -> Estimate:
     if not 0 <= correct <= n or n < 1:
         raise ValueError(f"a share needs 0 <= correct <= n and n >= 1, got {correct} of {n}")
     return Estimate(correct / n, *wilson_interval(correct, n), n, "Wilson")
-
-
-def difference_interval(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
-    """Return the interval of the share ``second`` less the share ``first``, each ``(correct, n)`` of independent
-    problems: made of the two Wilson intervals (Newcombe, Statistics in Medicine 17, 1998, method 10)."""
-    a = wilson(*first)
-    b = wilson(*second)
-    difference = b.value - a.value
-    below = math.hypot(b.value - b.low, a.high - a.value)
-    above = math.hypot(b.high - b.value, a.value - a.low)
-    return difference - below, difference + above
 
 
 def t_interval(values: Sequence[float]) -> dict[str, Any]:
@@ -213,12 +199,10 @@ def paired_mean_difference(first: Sequence[float], second: Sequence[float], seed
 
 def _bootstrap(data: np.ndarray, seed: int, method: str) -> Estimate:
     """Return the mean with its percentile bootstrap interval."""
-    rng = np.random.default_rng(seed)
-    means = []
-    for _ in range(_RESAMPLES // _CHUNK):
-        resampled = rng.integers(data.size, size=(_CHUNK, data.size))
-        means.append(data[resampled].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    resampled = stats.bootstrap(
+        (data,), np.mean, n_resamples=10_000, batch=500, confidence_level=CONFIDENCE, method="percentile", rng=seed
+    )
+    low, high = resampled.confidence_interval
     return Estimate(float(data.mean()), float(low), float(high), data.size, method)
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ...files import break_links
@@ -105,7 +106,7 @@ def _accuracies(axes: Axes, record: RunRecord) -> bool:
     """Draw the accuracies of all test sets with their intervals."""
     names = dict.fromkeys(name for evaluation in record.evaluations for name in evaluation["scores"])
     for name in names:
-        points = sorted((e["step"], *_interval(**e["scores"][name])) for e in record.evaluations if name in e["scores"])
+        points = sorted((e["step"], *_interval(e["scores"][name])) for e in record.evaluations if name in e["scores"])
         steps, values, below, above = zip(*points, strict=True)
         label = f"{name}, 95 % interval"
         axes.errorbar(steps, values, yerr=(below, above), marker="o", capsize=4, label=label)
@@ -118,9 +119,10 @@ def _divergences(axes: Axes, record: RunRecord) -> bool:
     return any([_line(axes, record, key, key[5:-3]) for key in keys if key != "eval_kl"])
 
 
-def _interval(accuracy: float, n: int, **other: Any) -> tuple[float, float, float]:
+def _interval(solved: list[bool]) -> tuple[float, float, float]:
     """Return an accuracy, and how far Wilson's interval reaches below and above."""
-    low, high = wilson_interval(round(accuracy * n), n)
+    accuracy = fmean(solved)
+    low, high = wilson_interval(sum(solved), len(solved))
     return accuracy, max(accuracy - low, 0.0), max(high - accuracy, 0.0)
 
 

@@ -7,11 +7,10 @@ The limits are rules of thumb: a report says "look", it does not stop anything.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from ...rl.run_log import MOVEMENT_ALARM, movement_advice
 from ...utils import share_text
-from ..evaluation.intervals import difference_interval, welch_interval
+from ..evaluation.intervals import paired_share_difference, welch_interval
 from .log import RunRecord, is_number
 
 
@@ -155,7 +154,8 @@ def _reward(record: RunRecord) -> Check | None:
 
 
 def _accuracy(record: RunRecord) -> Check | None:
-    """Check whether the last evaluation is better than the first, in the first score that both have."""
+    """Check whether the last evaluation is better than the first on the same problems, in the first score that both
+    have."""
     if len(record.evaluations) < 2:
         return None
     evaluations = sorted(record.evaluations, key=lambda evaluation: evaluation["step"])
@@ -166,22 +166,19 @@ def _accuracy(record: RunRecord) -> Check | None:
         return None
     before = first["scores"][name]
     after = last["scores"][name]
-    low, high = difference_interval(_counts(before), _counts(after))
+    if len(before) != len(after):
+        return Check("none", "Accuracy", f"{first['when']} and {last['when']} have different problems.")
+    change, _, _ = paired_share_difference(after, before)
     words = (
-        f"{name}: {share_text(before['accuracy'], before['n'])} ({first['when']}) to "
-        f"{share_text(after['accuracy'], after['n'])} ({last['when']}), n = {after['n']}: "
-        f"{after['accuracy'] - before['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}] (95 % intervals, one run)."
+        f"{name}: {share_text(fmean(before), len(before))} ({first['when']}) to "
+        f"{share_text(fmean(after), len(after))} ({last['when']}), n = {len(after)}: "
+        f"{change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}] (95 % intervals, one run)."
     )
-    if low > 0:
+    if change.low > 0:
         return Check("green", "Accuracy", words)
-    if high < 0:
+    if change.high < 0:
         return Check("red", "Accuracy", words, "The policy got worse on held-out problems.")
     return Check("amber", "Accuracy", words, "Not a difference: more test problems or more seeds would narrow it.")
-
-
-def _counts(score: dict[str, Any]) -> tuple[int, int]:
-    """Return how many problems were solved, and how many there are."""
-    return round(score["accuracy"] * score["n"]), score["n"]
 
 
 def _held_out(record: RunRecord) -> Check | None:

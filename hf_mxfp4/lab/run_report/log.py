@@ -29,7 +29,7 @@ class RunRecord:
         logs: logged values, one dictionary with a `step` per logging step, in order; of steps that a resumed run did
             again, the later.
         starts: one entry for each time that training began or was resumed: `step`, `time`, `max_steps` and the facts.
-        evaluations: entries with `when`, `step` and `scores`: by name `accuracy`, `standard_error` and `n`.
+        evaluations: entries with `when`, `step` and `scores`: by name, which problems are solved.
         end: `reason` and `error` of the last end, `None` when the run was killed or is still running.
         damaged: lines that could not be read.
     """
@@ -110,13 +110,11 @@ class RunRecord:
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
-def _score(score: dict[str, Any]) -> dict[str, Any]:
-    """Return an accuracy and its number of problems. Raises `ValueError` for numbers that are none."""
-    accuracy = float(score["accuracy"])
-    n = int(score["n"])
-    if not (0 <= accuracy <= 1 and n > 0):
-        raise ValueError(f"an accuracy of {accuracy} on {n} problems")
-    return {**score, "accuracy": accuracy, "n": n}
+def _score(solved: list[int]) -> list[bool]:
+    """Return which problems are solved. Raises `ValueError` for values that are neither 0 nor 1, or none at all."""
+    if not solved or any(value not in (0, 1) for value in solved):
+        raise ValueError(f"solved problems are 1 and others 0, and there is one: {solved}")
+    return [bool(value) for value in solved]
 
 
 def read_run(folder: str | Path) -> RunRecord:

@@ -54,12 +54,14 @@ class RunLogCallback(TrainerCallback):
         text = f"{type(error).__name__}: {error}"
         self._write("end", step=state.global_step, reason="stopped by an error", error=text)
 
-    def add_evaluation(self, when: str, step: int, scores: dict[str, dict[str, float]]) -> None:
+    def add_evaluation(self, when: str, step: int, scores: dict[str, list[bool]]) -> None:
         """Log an evaluation, before or after training too; reports show the last one of each ``when``.
 
-        Scores have ``accuracy`` and ``standard_error`` (0 to 1) and ``n``, the number of problems.
+        A score says of each problem whether it is solved, in the same order each time, so that evaluations can be
+        compared problem by problem.
         """
-        evaluation = {"when": when, "step": step, "scores": scores}
+        solved = {name: [int(one) for one in values] for name, values in scores.items()}
+        evaluation = {"when": when, "step": step, "scores": solved}
         if self._log is None:
             self._pending.append(evaluation)
         self._write("evaluation", **evaluation)
