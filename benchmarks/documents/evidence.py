@@ -257,16 +257,15 @@ def _losses_by_variant(file: str, variants: tuple[str, ...]) -> str:
         for of_text in schemes:
             for variant in variants:
                 record = of_text.get(name, {}).get(variant)
-                row.append("" if record is None else f"{record['kl']:.3f} ({record['value']:.2f})")
+                row.append("" if record is None else f"{kl_cell(record)} ({record['value']:.2f})")
         rows.append(row)
     columns = [f"{short_text(text)}, {variant}" for text in texts for variant in variants]
     firsts = [next(iter(results.values())) for results in texts.values()]
     baselines = ", ".join(f"{record['baseline']:.2f}" for record in firsts)
     commands = ", ".join(f"`{record['command']}`" for record in firsts)
-    largest_error = max(record["kl_standard_error"] for record in records(file))
     note = (
-        f"KL to bfloat16 in nats per token (perplexity; {baselines} in bfloat16), standard errors at most "
-        f"{largest_error:.3f}; {commands}"
+        f"KL to bfloat16 in nats per token ± the standard error over texts (perplexity; {baselines} in bfloat16); "
+        f"{commands}"
     )
     if "converted_from" in firsts[0]:
         note += f"; the checkpoint was {firsts[0]['converted_from']}"

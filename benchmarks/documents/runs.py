@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what runs gave and took: accuracy, time, memory, tokens; and of architectures."""
 
+import math
 from collections import Counter
-from statistics import fmean
+from statistics import fmean, stdev
 
 from hf_mxfp4.recipes.ablations.results import mean_logged, table_rows
 from hf_mxfp4.recipes.common.reporting import markdown_table
@@ -128,7 +129,7 @@ def second_decoder_rates() -> str:
 
 
 def _rates(grid: str) -> str:
-    """Return the two end points by cell and learning rate, means over the tuning seeds."""
+    """Return the two end points by cell and learning rate: means over the tuning seeds, ± their standard errors."""
     by_label: dict[str, dict[float, list[dict]]] = {}
     for record in records(grid):
         if record["seed"] in TUNING_SEEDS:
@@ -139,10 +140,17 @@ def _rates(grid: str) -> str:
         cells = []
         for rate in rates:
             found = of_label.get(rate, [])
-            ends = " and ".join(f"{100 * fmean(r[key] for r in found):.1f}" for key in ENDS if found)
+            ends = " and ".join(_mean_cell([100 * r[key] for r in found]) for key in ENDS if found)
             cells.append(f"{ends} ({len(found)})" if found else "")
         rows.append([label, *cells])
     return table(["cell", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def _mean_cell(values: list[float]) -> str:
+    """Return a mean with its standard error, which one value has none of."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{fmean(values):.1f} ± {stdev(values) / math.sqrt(len(values)):.1f}"
 
 
 def runs_at_the_best_rate() -> list[dict]:

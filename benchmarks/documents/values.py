@@ -8,6 +8,7 @@ from hf_mxfp4.lab.evaluation.intervals import t_interval, welch_interval, with_i
 from hf_mxfp4.recipes.ablations.results import mean_logged
 
 from ..records import records
+from .evidence import kl_cell
 from .runs import runs_at_the_best_rate, runs_of
 
 
@@ -30,9 +31,9 @@ def _effect_of_noise(cell: str) -> str:
     noisy = runs_of(f"{cell}_aqn")
     accuracy = welch_interval([run["value"] for run in clean], [run["value"] for run in noisy])
     told = [f"accuracy {with_interval(accuracy, 100, 1)} points"]
-    for name, unit in (("reward", ""), ("entropy", " nats")):
+    for name, unit, digits in (("reward", "", 4), ("entropy", " nats", 3)):
         means = [[mean_logged([run["curves"]], name) for run in runs] for runs in (clean, noisy)]
-        told.append(f"{name} {with_interval(welch_interval(*means), 1, 3)}{unit}")
+        told.append(f"{name} {with_interval(welch_interval(*means), 1, digits)}{unit}")
     return f"{', '.join(told)} ({len(noisy)} and {len(clean)} runs)"
 
 
@@ -46,10 +47,18 @@ def _distillation(cell: str, grid: str) -> str:
     )
 
 
-def _range(file: str, value: Callable[[dict], float], form: str = ".0f") -> str:
-    """Return the lowest and the highest of a value of the records of a file."""
-    values = [value(record) for record in records(file)]
+def _range(file: str, value: Callable[[dict], float], form: str = ".0f", of: str = "") -> str:
+    """Return the lowest and the highest of a value of the records of a file whose names end so."""
+    values = [value(record) for record in records(file) if record["name"].endswith(of)]
     return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def _paper_kl(variant: str) -> str:
+    """Return the KL of the paper's MBS + OF on GSM8K, with its standard error, on a variant of the checkpoint."""
+    for record in records("evidence"):
+        if (record["variant"], record["name"]) == (variant, "rceil+mbs128-static+of0.5"):
+            return kl_cell(record)
+    raise ValueError(f"evidence.json has no record of MBS + OF on a checkpoint {variant}")
 
 
 def _number(file: str, key: str, form: str, *names: str) -> str:
@@ -139,18 +148,21 @@ VALUES: dict[str, Callable[[], str]] = {
     "gpu_training": lambda: _speed("gpu_linear", "linear / w4a8"),
     "gpu_training_w4a8g8": lambda: _speed("gpu_linear", "linear / w4a8g8"),
     "gpu_decoding": lambda: _range("gpu_decode", lambda record: record["ratio"], ".1f"),
-    "gpu_host": lambda: _range("gpu_decode", lambda record: 1e6 * record["host"]),
-    "gpu_host_bf16": lambda: _range("gpu_decode", lambda record: 1e6 * record["peers"]["BF16"]["host"]),
+    "gpu_host": lambda: _range("gpu_decode", lambda record: 1e6 * record["host"], of="rows"),
+    "gpu_host_bf16": lambda: _range("gpu_decode", lambda record: 1e6 * record["peers"]["BF16"]["host"], of="rows"),
     "gpu_quantize": lambda: _range("gpu_quantize", lambda record: 100 * record["ceiling_fraction"]),
     "gpu_generate": lambda: _number("gpu_generate", "ratio", ".2f", "generate / packed w4a16"),
     "gpu_generate_static": lambda: _number("gpu_generate", "ratio", ".2f", "generate / packed w4a16, static cache"),
     "loading_alone": lambda: _seconds_of_loads("neither"),
     "loading": lambda: _seconds_of_loads("dithered and smoothed"),
+    "smoothed_paper": lambda: " to ".join(map(_paper_kl, ("as it is", "smoothed"))),
     "sqnr": lambda: _number("tensor_cores", "weight_sqnr_db", ".1f", "even+mbs128-blockwise_fp8", "even"),
     "architectures_right": lambda: str(sum(record["outcome"] == "right" for record in records("architectures"))),
     # Both of one command and commit.
     "rl_seconds_bf16": lambda: _seconds_of_runs("bf16_dithered"),
     "rl_seconds": lambda: _seconds_of_runs("w4a8"),
     "pretrain_backward": lambda: _loss_above("all", "fprop"),
+    "pretrain_dgrad": lambda: _loss_above("fprop_dgrad", "fprop"),
+    "pretrain_wgrad": lambda: _loss_above("all", "fprop_dgrad"),
     "pretrain_ours": lambda: _loss_above("ours", "all"),
 }
