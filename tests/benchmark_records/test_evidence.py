@@ -55,5 +55,6 @@ def test_the_table_of_gemma_has_a_column_for_each_variant(monkeypatch):
     monkeypatch.setattr(tables, "records", lambda name: found)
     lines = tables.gemma().splitlines()
     assert lines[0].endswith("| GSM8K, as it is | GSM8K, smoothed | GSM8K, smoothed, GPTQ for H64 |")
-    assert lines[2] == "| `rceil` | 4.25 | FP8 | FP4 | 0.500 (9.00) | 0.250 (8.00) | 0.125 (7.50) |"
+    losses = "0.500 ± 0.010 (9.00) | 0.250 ± 0.010 (8.00) | 0.125 ± 0.010 (7.50)"
+    assert lines[2] == f"| `rceil` | 4.25 | FP8 | FP4 | {losses} |"
     assert lines[-1].endswith("`C`; the checkpoint was a GGUF file")
