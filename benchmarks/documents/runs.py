@@ -143,7 +143,7 @@ def _rates(grid: str) -> str:
             ends = " and ".join(_mean_cell([100 * r[key] for r in found]) for key in ENDS if found)
             cells.append(f"{ends} ({len(found)})" if found else "")
         rows.append([label, *cells])
-    return table(["cell", *(f"{rate:g}" for rate in rates)], rows)
+    return table(["cell", *(f"{rate:.0e}" for rate in rates)], rows)
 
 
 def _mean_cell(values: list[float]) -> str:
