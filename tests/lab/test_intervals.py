@@ -30,6 +30,11 @@ def test_none_of_few_problems_is_no_certainty():
     assert share_text(1.0, 8) == "1.000 [0.676, 1.000]"
 
 
+def test_one_problem_says_nothing_of_others():
+    assert str(bootstrap_mean([0.5])) == "0.500 [0.000, 1.000]"
+    assert str(intervals.paired_mean_difference([0.5], [0.25])) == "0.250 [-1.000, 1.000]"
+
+
 @pytest.mark.parametrize("n", range(1, 7))
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n):
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):

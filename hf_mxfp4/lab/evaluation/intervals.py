@@ -151,7 +151,7 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Estimate:
         raise ValueError("no values to average")
     if (data == data[0]).all() and data[0] in (0.0, 1.0):
         return wilson(int(data.sum()), data.size)
-    return _bootstrap(data, seed, "bootstrap over problems")
+    return _bootstrap(data, seed, "bootstrap over problems", lowest=0.0)
 
 
 def paired_share_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[Estimate, int, int]:
@@ -194,11 +194,13 @@ def paired_mean_difference(first: Sequence[float], second: Sequence[float], seed
     data = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     if not data.any():
         return paired_share_difference([True] * n, [True] * n)[0]
-    return _bootstrap(data, seed, "paired bootstrap over problems")
+    return _bootstrap(data, seed, "paired bootstrap over problems", lowest=-1.0)
 
 
-def _bootstrap(data: np.ndarray, seed: int, method: str) -> Estimate:
-    """Return the mean with its percentile bootstrap interval."""
+def _bootstrap(data: np.ndarray, seed: int, method: str, lowest: float) -> Estimate:
+    """Return the mean with its percentile bootstrap interval; with all that is possible for a single value."""
+    if data.size == 1:
+        return Estimate(float(data[0]), lowest, 1.0, 1, method)
     resampled = stats.bootstrap(
         (data,), np.mean, n_resamples=10_000, batch=500, confidence_level=CONFIDENCE, method="percentile", rng=seed
     )
