@@ -130,6 +130,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "steps_distilled_end": lambda: _minus("bf16", "w4a8_distilled", grid="recovery_steps"),
     "steps_distilled_curve": lambda: _minus("bf16", "w4a8_distilled", "mean_of_curve", "recovery_steps"),
     "gemma_end": lambda: _minus("bf16", "w4a8_smoothed", grid="recovery_gemma"),
+    "gemma_tuned_end": lambda: _minus("bf16", "w4a8_distilled_tuned", grid="recovery_gemma"),
     "gemma_distilled_end": lambda: _minus("bf16", "w4a8_distilled", grid="recovery_gemma"),
     "students": lambda: _distillation("w4a8_distilled", "recovery_two_points"),
     "students_w4a4": lambda: _distillation("w4a4_h64_distilled", "recovery_two_points"),
