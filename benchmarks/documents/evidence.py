@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_mxfp4.recipes.ablations.results import accuracy_cell, difference_cell, statistics
+from hf_mxfp4.recipes.ablations.results import difference_cell, mean_cell, statistics
 
 from ..records import records, table
 from .runs import reported_runs
@@ -145,7 +145,10 @@ def readme_evidence() -> str:
     """Return the first page: what a scheme stores, what multiplies it, what it loses, and where RL ends."""
     trained = {}
     for run in statistics(reported_runs()):
-        trained[run["cell"]] = [f"{accuracy_cell(run)} ({len(run['seeds'])})", difference_cell(run["difference"])]
+        trained[run["cell"]] = [
+            f"{mean_cell(run['after'], run['over_seeds'])} ({len(run['seeds'])})",
+            difference_cell(run["difference"]),
+        ]
     rows = []
     for row in FIRST_PAGE:
         bits, kl = _loss_of(row)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what runs gave and took: accuracy, time, memory, tokens; and of architectures."""
 
-import math
 from collections import Counter
-from statistics import fmean, stdev
+from statistics import fmean
 
-from hf_mxfp4.recipes.ablations.results import mean_logged, table_rows
+from hf_mxfp4.recipes.ablations.results import error_of_mean, mean_cell, mean_logged, table_rows
 from hf_mxfp4.recipes.common.reporting import markdown_table
 
 from ..records import interval, records, table
@@ -139,18 +138,17 @@ def _rates(grid: str) -> str:
     for label, of_label in by_label.items():
         cells = []
         for rate in rates:
-            found = of_label.get(rate, [])
-            ends = " and ".join(_mean_cell([100 * r[key] for r in found]) for key in ENDS if found)
-            cells.append(f"{ends} ({len(found)})" if found else "")
+            if rate not in of_label:
+                cells.append("")
+                continue
+            found = of_label[rate]
+            ends = []
+            for end in ENDS:
+                values = [record[end] for record in found]
+                ends.append(mean_cell(fmean(values), error_of_mean(values)))
+            cells.append(f"{' and '.join(ends)} ({len(found)})")
         rows.append([label, *cells])
     return table(["cell", *(f"{rate:.0e}" for rate in rates)], rows)
-
-
-def _mean_cell(values: list[float]) -> str:
-    """Return a mean with its standard error, which one value has none of."""
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    return f"{fmean(values):.1f} ± {stdev(values) / math.sqrt(len(values)):.1f}"
 
 
 def runs_at_the_best_rate() -> list[dict]:

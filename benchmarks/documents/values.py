@@ -8,7 +8,7 @@ from hf_mxfp4.lab.evaluation.intervals import t_interval, welch_interval, with_i
 from hf_mxfp4.recipes.ablations.results import mean_logged
 
 from ..records import records
-from .evidence import kl_cell
+from .evidence import AS_IT_IS, SMOOTHED, kl_cell, results_by_text
 from .runs import runs_at_the_best_rate, runs_of
 
 
@@ -53,18 +53,20 @@ def _range(file: str, value: Callable[[dict], float], form: str = ".0f", of: str
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def _paper_kl(variant: str) -> str:
-    """Return the KL of the paper's MBS + OF on GSM8K, with its standard error, on a variant of the checkpoint."""
-    for record in records("evidence"):
-        if (record["variant"], record["name"]) == (variant, "rceil+mbs128-static+of0.5"):
-            return kl_cell(record)
-    raise ValueError(f"evidence.json has no record of MBS + OF on a checkpoint {variant}")
+def _smoothing_of_the_paper() -> str:
+    """Return the KL of the paper's MBS + OF on GSM8K, on the checkpoint as it is and smoothed."""
+    on_gsm8k = results_by_text()["gsm8k/test.jsonl"]
+    return " to ".join(kl_cell(on_gsm8k[variant, "rceil+mbs128-static+of0.5"]) for variant in (AS_IT_IS, SMOOTHED))
+
+
+def _named(file: str, name: str) -> dict:
+    """Return the first record of a name."""
+    return next(record for record in records(file) if record["name"] == name)
 
 
 def _number(file: str, key: str, form: str, *names: str) -> str:
     """Return a field of the first record of each name."""
-    found = {record["name"]: record[key] for record in reversed(records(file))}
-    return " and ".join(f"{found[name]:{form}}" for name in names)
+    return " and ".join(f"{_named(file, name)[key]:{form}}" for name in names)
 
 
 def _loss_above(arm: str, other: str) -> str:
@@ -91,21 +93,19 @@ def _seconds_of_runs(cell: str) -> str:
 
 def _seconds_of_loads(way: str) -> str:
     """Return the time in which a process loads SmolLM2 for the first time."""
-    name = f"SmolLM2-135M-Instruct / first load / {way}"
-    (samples,) = (record["samples"] for record in records("loading") if record["name"] == name)
-    return _median_and_range(samples, ".1f")
+    return _median_and_range(_named("loading", f"SmolLM2-135M-Instruct / first load / {way}")["samples"], ".1f")
 
 
 def _bf16_timings(file: str, name: str) -> list[float]:
     """Return the seconds of BF16 in every record of the shape of this one: it was timed anew for each scheme."""
-    (shape,) = (record["shape"] for record in records(file) if record["name"] == name)
+    shape = _named(file, name)["shape"]
     return [record["peers"]["BF16"]["seconds"] for record in records(file) if record["shape"] == shape]
 
 
 def _speed(file: str, name: str) -> str:
     """Return the speed of a layer over that of BF16, by the slowest and the fastest timing of BF16."""
     timings = _bf16_timings(file, name)
-    (ours,) = (record["seconds"] for record in records(file) if record["name"] == name)
+    ours = _named(file, name)["seconds"]
     return f"{min(timings) / ours:.2f} to {max(timings) / ours:.2f}"
 
 
@@ -156,7 +156,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gpu_generate_static": lambda: _number("gpu_generate", "ratio", ".2f", "generate / packed w4a16, static cache"),
     "loading_alone": lambda: _seconds_of_loads("neither"),
     "loading": lambda: _seconds_of_loads("dithered and smoothed"),
-    "smoothed_paper": lambda: " to ".join(map(_paper_kl, ("as it is", "smoothed"))),
+    "smoothed_paper": _smoothing_of_the_paper,
     "sqnr": lambda: _number("tensor_cores", "weight_sqnr_db", ".1f", "even+mbs128-blockwise_fp8", "even"),
     "architectures_right": lambda: str(sum(record["outcome"] == "right" for record in records("architectures"))),
     # Both of one command and commit.

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from hf_mxfp4.lab.evaluation.intervals import t_interval, welch_interval, with_interval
@@ -134,6 +134,13 @@ def _standard_error(accuracy: float, n_problems: int) -> float:
     return math.sqrt(accuracy * (1 - accuracy) / n_problems)
 
 
+def error_of_mean(values: Sequence[float]) -> float | None:
+    """Return the standard error of a mean; `None` for one value."""
+    if len(values) == 1:
+        return None
+    return stdev(values) / math.sqrt(len(values))
+
+
 def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return one entry per cell, accuracies from 0 to 1.
 
@@ -156,10 +163,6 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
         first = of_cell[0]
         values = [record["value"] for record in of_cell]
         after = fmean(values)
-        deviation = t_interval(values)["sd"]
-        over_seeds = None
-        if deviation is not None:
-            over_seeds = deviation / math.sqrt(len(values))
         before = [record["before"] for record in of_cell if record["before"] is not None]
         curves = _means_of_curves(of_cell)
         logged = [record["curves"] for record in of_cell]
@@ -168,7 +171,7 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
             "seeds": sorted(by_seed),
             "before": fmean(before) if before else None,
             "after": after,
-            "over_seeds": over_seeds,
+            "over_seeds": error_of_mean(values),
             "of_problems": _standard_error(after, first["n_test"]),
             "difference": None,
             "paired": None,
@@ -212,7 +215,7 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
             row["label"],
             str(len(row["seeds"])),
             _percent(row["before"]),
-            accuracy_cell(row),
+            mean_cell(row["after"], row["over_seeds"]),
             _percent(row["of_problems"]),
             difference_cell(row["difference"]),
             difference_cell(row["paired"]),
@@ -227,11 +230,11 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     return columns, lines
 
 
-def accuracy_cell(row: Record) -> str:
-    """Return the accuracy after RL of an entry of [`statistics`] in percent, with its standard error over seeds."""
-    if row["over_seeds"] is None:
-        return _percent(row["after"])
-    return f"{_percent(row['after'])} ± {_percent(row['over_seeds'])}"
+def mean_cell(mean: float, error: float | None) -> str:
+    """Return a mean of accuracies in percent, with its standard error where there is one."""
+    if error is None:
+        return _percent(mean)
+    return f"{_percent(mean)} ± {_percent(error)}"
 
 
 def _percent(share: float | None) -> str:
