@@ -18,7 +18,7 @@ from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
-from hf_mxfp4.lab.evaluation.intervals import paired_share_difference
+from hf_mxfp4.lab.evaluation.intervals import Estimate, paired_share_difference
 from hf_mxfp4.recipes.common.folders import LOCK, locked
 from hf_mxfp4.recipes.common.options import load_yaml
 from hf_mxfp4.recipes.common.reporting import TrainingBar, full_disk_as_message, layers_text, print_table, tell
@@ -202,8 +202,8 @@ def print_summary(summary: dict[str, Any]) -> None:
             rows[f"{name}, greedy, before RL"] = f"{share_text(summary['accuracy_before'][name], n_test)}  {interval}"
         rows[f"{name}, greedy, after RL"] = f"{share_text(after, n_test)}  {interval}"
         if summary["accuracy_change"]:
-            change = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**summary["accuracy_change"][name])
-            rows[f"{name}, greedy, change"] = f"{change}  {interval}"
+            change = Estimate(**summary["accuracy_change"][name])
+            rows[f"{name}, greedy, change"] = f"{change.signed()}  {interval}"
     rows["alarms of entropy"] = str(len(summary["entropy_alarms"]))
     rows["quantized layers"] = layers_text(summary)
     if summary["saved"]:

@@ -42,6 +42,10 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
+    def signed(self) -> str:
+        """Return the text of a difference."""
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
 
 def wilson(correct: int, n: int) -> Estimate:
     """Return the share ``correct / n`` with Wilson's score interval ([`hf_mxfp4.utils.wilson_interval`]).

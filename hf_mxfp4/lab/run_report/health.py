@@ -172,7 +172,7 @@ def _accuracy(record: RunRecord) -> Check | None:
     words = (
         f"{name}: {share_text(fmean(before), len(before))} ({first['when']}) to "
         f"{share_text(fmean(after), len(after))} ({last['when']}), n = {len(after)}: "
-        f"{change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}] (95 % intervals, one run)."
+        f"{change.signed()} (95 % intervals, one run)."
     )
     if change.low > 0:
         return Check("green", "Accuracy", words)

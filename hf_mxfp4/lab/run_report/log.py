@@ -110,11 +110,11 @@ class RunRecord:
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
-def _score(solved: list[int]) -> list[bool]:
-    """Return which problems are solved. Raises `ValueError` for values that are neither 0 nor 1, or none at all."""
-    if not solved or any(value not in (0, 1) for value in solved):
-        raise ValueError(f"solved problems are 1 and others 0, and there is one: {solved}")
-    return [bool(value) for value in solved]
+def _score(solved: list[bool]) -> list[bool]:
+    """Return which problems are solved. Raises `ValueError` for values that do not say so, and for none at all."""
+    if not solved or any(value not in (False, True) for value in solved):
+        raise ValueError(f"each problem is solved or not, and there is one: {solved}")
+    return solved
 
 
 def read_run(folder: str | Path) -> RunRecord:

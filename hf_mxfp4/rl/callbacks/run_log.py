@@ -60,8 +60,7 @@ class RunLogCallback(TrainerCallback):
         A score says of each problem whether it is solved, in the same order each time, so that evaluations can be
         compared problem by problem.
         """
-        solved = {name: [int(one) for one in values] for name, values in scores.items()}
-        evaluation = {"when": when, "step": step, "scores": solved}
+        evaluation = {"when": when, "step": step, "scores": scores}
         if self._log is None:
             self._pending.append(evaluation)
         self._write("evaluation", **evaluation)
